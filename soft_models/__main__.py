@@ -1,0 +1,123 @@
+"""The models that this package registers, counted from the code: ``python -m soft_models``.
+
+Usage::
+
+    python -m soft_models                        # a table
+    python -m soft_models --json                 # the same for programs
+    python -m soft_models --update README.md     # rewrite the table between the markers in a file
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import soft_models  # noqa: F401  (registers the names)
+
+NEWTON_ITERS = 20  # the constructor's default
+MARKERS = ("<!-- models: written by `make table` -->", "<!-- end of models -->")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the table says of one model."""
+
+    name: str
+    parameters: int
+    multiply_adds: int  # of one image of img_size pixels a side, the iterative inverse included
+    inverse_multiply_adds: int  # the part of the iterative inverse, which papers leave out
+    img_size: int  # pixels
+    published_top1: float | None  # percent on ImageNet-1K, the paper's claim
+
+
+def registered_names() -> list[str]:
+    """Every name whose entry point is defined in this package, sorted."""
+    return [name for name in timm.list_models() if timm.model_entrypoint(name).__module__.startswith("soft_models.")]
+
+
+def count_multiply_adds(name: str, **kwargs: Any) -> int:
+    """Multiply-adds of matrix products and convolutions for one image; built on the meta device, without memory."""
+    model = timm.create_model(name, device="meta", **kwargs).eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.empty(1, *model.pretrained_cfg["input_size"], device="meta"))
+    return counter.get_total_flops() // 2
+
+
+def describe(name: str) -> Row:
+    """Count one model. The published accuracy is the one in the docstring of its entry point."""
+    model = timm.create_model(name, device="meta")
+    total = count_multiply_adds(name)
+    try:
+        # Newton's cost is the same for every step.
+        step = count_multiply_adds(name, newton_iters=NEWTON_ITERS + 1) - total
+    except TypeError:  # no iterative inverse in this family
+        step = 0
+    found = re.search(r"([\d.]+) % ImageNet-1K top-1", timm.model_entrypoint(name).__doc__ or "")
+    return Row(
+        name=name,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        multiply_adds=total,
+        inverse_multiply_adds=step * NEWTON_ITERS,
+        img_size=model.pretrained_cfg["input_size"][-1],
+        published_top1=float(found[1]) if found else None,
+    )
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The rows as a table."""
+    lines = [
+        "| name | parameters | multiply-adds | of which the inverse | image | top-1 as published |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        inverse = f"{row.inverse_multiply_adds / 1e9:.2f} G" if row.inverse_multiply_adds else "-"
+        top1 = "-" if row.published_top1 is None else f"{row.published_top1:.1f} %"
+        lines.append(
+            f"| `{row.name}` | {row.parameters / 1e6:.2f} M | {row.multiply_adds / 1e9:.2f} G | {inverse} "
+            f"| {row.img_size} | {top1} |"
+        )
+    return "\n".join(lines)
+
+
+def replace_table(text: str, table: str) -> str:
+    """``text`` with the table between its ``MARKERS`` replaced.
+
+    Raises:
+        ValueError: The markers are not there, once each and in order.
+    """
+    start, end = MARKERS
+    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
+        raise ValueError(f"the text must hold the markers {start!r} and {end!r} once each, in this order")
+    return f"{text.partition(start)[0]}{start}\n{table}\n{end}{text.partition(end)[2]}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m soft_models", description="List the models of soft_models.")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--update", type=Path, metavar="FILE", help="rewrite the table in a file, between its markers")
+    args = parser.parse_args(argv)
+    rows = [describe(name) for name in registered_names()]
+    if args.update:
+        try:
+            text = replace_table(args.update.read_text(encoding="utf-8"), markdown(rows))
+        except (OSError, ValueError) as error:
+            parser.error(f"{args.update}: {error}")
+        args.update.write_text(text, encoding="utf-8")
+    elif args.json:
+        sys.stdout.write(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    else:
+        sys.stdout.write(markdown(rows) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

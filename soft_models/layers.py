@@ -1,0 +1,175 @@
+"""Parts that the models share: stems, blocks, head reshapes, position tables, float32 islands."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from timm.layers import (
+    DropPath,
+    Mlp,
+    register_notrace_function,
+    resample_abs_pos_embed_nhwc,
+    trunc_normal_,
+)
+from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+__all__ = [
+    "MIN_SIZE",
+    "Block",
+    "ConvBNReLU",
+    "PostNormBlock",
+    "add_pos_embed",
+    "at_least_float32",
+    "autocast_off",
+    "check_min_size",
+    "init_weights",
+    "merge_heads",
+    "split_heads",
+    "tokens_to_map",
+]
+
+
+MIN_SIZE = 32  # pixels along each side of an image: the last map is then 1 x 1
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Float32 for the half types, unchanged otherwise: for sums and kernels that half precision cannot hold."""
+    return x if x.dtype == torch.float32 or x.dtype == torch.float64 else x.float()
+
+
+def autocast_off(x: Tensor) -> AbstractContextManager:
+    """Context in which autocast leaves dtypes alone, on the device of ``x``."""
+    device = x.device.type
+    # Entered only where needed: an exported graph then holds no autocast region.
+    if device != "meta" and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """``(B, N, C)`` to ``(B, h, N, d)``."""
+    B, N, C = x.shape
+    return x.reshape(B, N, num_heads, C // num_heads).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """``(B, h, N, d)`` to ``(B, N, C)``."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def tokens_to_map(x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    """``(B, H * W, C)`` to ``(B, C, H, W)``, a view in channels-last memory."""
+    B, _, C = x.shape
+    return x.transpose(1, 2).reshape(B, C, feat_size[0], feat_size[1])
+
+
+@register_notrace_function
+def check_min_size(x: Tensor, minimum: int = MIN_SIZE) -> Tensor:
+    """The image batch ``(B, C, H, W)`` as it is, or a ValueError if a side has fewer than ``minimum`` pixels."""
+    if x.shape[-2] < minimum or x.shape[-1] < minimum:
+        raise ValueError(f"images must be at least {minimum} x {minimum} pixels, got {x.shape[-2]} x {x.shape[-1]}")
+    return x
+
+
+@register_notrace_function
+def add_pos_embed(x: Tensor, pos_embed: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    """Add a position table to tokens, resized bilinearly where the map differs from the table's own grid.
+
+    Args:
+        x: ``(B, H * W, C)``.
+        pos_embed: ``(1, grid height, grid width, C)``.
+        feat_size: ``(H, W)``.
+    """
+    pos_embed = resample_abs_pos_embed_nhwc(pos_embed, [feat_size[0], feat_size[1]], "bilinear", antialias=False)
+    return x + pos_embed.flatten(1, 2)
+
+
+class ConvBNReLU(nn.Sequential):
+    """3 x 3 convolution, batch normalisation, ReLU: the unit of SOFT's stem and stage transitions."""
+
+    def __init__(
+        self,
+        in_chans: int,
+        out_chans: int,
+        stride: int,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        dd: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__(
+            nn.Conv2d(in_chans, out_chans, 3, stride, 1, **dd),  # with a bias, although the norm follows: as released
+            nn.BatchNorm2d(out_chans, **dd),
+            nn.ReLU(inplace=True),
+        )
+
+    def reparameterize(self) -> None:
+        """Fold the normalisation into the convolution, for inference; timm's ``reparameterize_model`` calls it."""
+        conv, norm = self[0].eval(), self[1].eval()
+        if isinstance(conv, nn.Conv2d) and isinstance(norm, nn.modules.batchnorm._BatchNorm):
+            self[0], self[1] = fuse_conv_bn_eval(conv, norm), nn.Identity()
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: ``x + attn(norm1(x))``, then ``x + mlp(norm2(x))``.
+
+    Args:
+        attn: Module called as ``attn(x, feat_size)``.
+        dim: Token width C.
+        mlp_ratio: Hidden width of the MLP over ``dim``.
+        norm_layer: Called as ``norm_layer(dim)``.
+        act_layer: Activation of the MLP.
+        proj_drop: Dropout rate in the MLP.
+        drop_path: Rate of stochastic depth, per sample, of both residual branches.
+
+    Shape:
+        ``(B, N, C)`` in and out.
+    """
+
+    def __init__(
+        self,
+        attn: nn.Module,
+        dim: int,
+        mlp_ratio: float,
+        norm_layer: Callable[..., nn.Module],
+        act_layer: type[nn.Module] = nn.GELU,
+        proj_drop: float = 0.0,
+        drop_path: float = 0.0,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        dd: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.norm1 = norm_layer(dim, **dd)
+        self.attn = attn
+        self.norm2 = norm_layer(dim, **dd)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=act_layer, drop=proj_drop, **dd)
+        self.drop_path = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
+
+    def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        x = x + self.drop_path(self.attn(self.norm1(x), feat_size))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+class PostNormBlock(Block):
+    """Post-norm transformer block, SOFT's: ``norm1(x + attn(x))``, then ``norm2(x + mlp(x))``."""
+
+    def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        x = self.norm1(x + self.drop_path(self.attn(x, feat_size)))
+        return self.norm2(x + self.drop_path(self.mlp(x)))
+
+
+def init_weights(module: nn.Module, needs_reset: bool = True) -> None:
+    """Initialise one module, for ``model.apply``: Linear from a truncated normal of 0.02, the rest as torch does.
+
+    Args:
+        needs_reset: Call ``reset_parameters`` first; needed where storage is fresh (``to_empty``).
+    """
+    reset = getattr(module, "reset_parameters", None)
+    if needs_reset and callable(reset):
+        reset()
+    if isinstance(module, nn.Linear):
+        trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
