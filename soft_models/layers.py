@@ -169,7 +169,7 @@ def init_weights(module: nn.Module, needs_reset: bool = True) -> None:
     reset = getattr(module, "reset_parameters", None)
     if needs_reset and callable(reset):
         reset()
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) and not module.weight.is_meta:  # on meta, the time of a hundred no-ops
         trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
             nn.init.zeros_(module.bias)

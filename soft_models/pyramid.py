@@ -19,6 +19,7 @@ from timm.models._features import feature_take_indices  # private: timm has no p
 from torch import Tensor, nn
 
 from soft_models.attention import attention_options, create_attention
+from soft_models.checkpoints import LoadsOfficialWeights, checkpoint_filter_fn
 from soft_models.layers import (
     MIN_SIZE,
     Block,
@@ -33,10 +34,10 @@ from soft_models.layers import (
 try:
     from timm.models._input import update_model_input_size  # private: how timm >= 1.0.31 records the size
 except ImportError:
-    update_model_input_size = None  # type: ignore[assignment]  # older timm records none
+    update_model_input_size = None  # older timm records none
 
 
-__all__ = ["PyramidTransformer"]
+__all__ = ["PyramidTransformer", "checkpoint_filter_fn"]  # timm looks for the filter beside the class
 
 STEM_WIDTH = 32  # channels of the stem's first two convolutions, in every size
 POOLS = ("token", "avg", "")
@@ -120,7 +121,7 @@ class Stage(nn.Module):
         self.pos_embed = nn.Parameter(table.clone(), requires_grad=self.pos_embed.requires_grad)
 
 
-class PyramidTransformer(nn.Module):
+class PyramidTransformer(LoadsOfficialWeights):
     """Four-stage vision transformer with a linear attention in stages 1 to 3, the body of SOFT.
 
     Lu et al. 2021, arXiv:2110.11945. A convolutional stem reduces the image by 4, a strided convolution in front of
@@ -377,7 +378,7 @@ class PyramidTransformer(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the stages behind the last chosen one; returns the chosen stages' numbers."""
+        """Remove the stages behind the last chosen one; returns the chosen stages' numbers in order of execution."""
         take, last = feature_take_indices(len(self.stages), indices)
         truncated = last < len(self.stages) - 1
         self.stages = self.stages[: last + 1]
@@ -388,7 +389,7 @@ class PyramidTransformer(nn.Module):
             self.norm = nn.Identity()
         if prune_head or truncated:
             self.reset_classifier(0)
-        return take
+        return sorted(set(take))
 
 
 def make_block(

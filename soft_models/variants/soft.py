@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs, register_model
 
-from soft_models.checkpoints import checkpoint_filter_fn
 from soft_models.pyramid import PyramidTransformer
+from soft_models.variants.build import build_variant
 
 # Architecture table of arXiv:2110.11945 (Huge: the official code's). Stages 1 to 3 use SOFT, stage 4 exact attention.
 # fmt: off
@@ -17,6 +17,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "soft_huge":   {"depths": (1, 5, 49, 5), "embed_dims": (64, 128, 352, 512), "num_heads": (2, 4, 11, 16)},
 }
 # fmt: on
+# The official code: landmarks by convolution, their number tied to the image. Its "small" is the table's base.
+CONV = {"landmarks": "conv", "landmark_grid": None}
+VARIANTS |= {name.replace("soft_", "soft_conv_"): row | CONV for name, row in VARIANTS.items()}
+VARIANTS["soft_conv_base"] = VARIANTS["soft_conv_small"] | {"depths": (1, 3, 20, 4)}
 VARIANTS |= {name.replace("soft_", "soft_norm_"): row | {"attention": "soft_norm"} for name, row in VARIANTS.items()}
 
 
@@ -39,16 +43,8 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
 default_cfgs = generate_default_cfgs({name: _cfg() for name in VARIANTS})
 
 
-def _create_soft(variant: str, pretrained: bool = False, **kwargs: Any) -> PyramidTransformer:
-    out_indices = kwargs.pop("out_indices", (0, 1, 2, 3))
-    return build_model_with_cfg(
-        PyramidTransformer,
-        variant,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
-        **(VARIANTS[variant] | kwargs),
-    )
+def _create_soft(variant: str, pretrained: bool, **kwargs: Any) -> PyramidTransformer:
+    return build_variant(PyramidTransformer, variant, pretrained, VARIANTS[variant], **kwargs)
 
 
 @register_model
@@ -112,3 +108,75 @@ def soft_norm_large(pretrained: bool = False, **kwargs: Any) -> PyramidTransform
 def soft_norm_huge(pretrained: bool = False, **kwargs: Any) -> PyramidTransformer:
     """SOFT-Huge with symmetric normalisation: 83.4 % ImageNet-1K top-1 at 224 px as published with the code."""
     return _create_soft("soft_norm_huge", pretrained, **kwargs)
+
+
+@register_model
+def soft_conv_tiny(pretrained: bool = False, **kwargs: Any) -> PyramidTransformer:
+    """SOFT-Tiny in the official code's form; 79.3 % ImageNet-1K top-1 as published."""
+    return _create_soft("soft_conv_tiny", pretrained, **kwargs)
+
+
+@register_model
+def soft_conv_small(pretrained: bool = False, **kwargs: Any) -> PyramidTransformer:
+    """SOFT-Small in the official code's form; 82.2 % ImageNet-1K top-1 as published."""
+    return _create_soft("soft_conv_small", pretrained, **kwargs)
+
+
+@register_model
+def soft_conv_base(pretrained: bool = False, **kwargs: Any) -> PyramidTransformer:
+    """The official code's ``soft_small``, depths 1, 3, 20, 4: not the paper's, and without published top-1."""
+    return _create_soft("soft_conv_base", pretrained, **kwargs)
+
+
+@register_model
+def soft_conv_medium(pretrained: bool = False, **kwargs: Any) -> PyramidTransformer:
+    """SOFT-Medium in the official code's form; 82.9 % ImageNet-1K top-1 as published."""
+    return _create_soft("soft_conv_medium", pretrained, **kwargs)
+
+
+@register_model
+def soft_conv_large(pretrained: bool = False, **kwargs: Any) -> PyramidTransformer:
+    """SOFT-Large in the official code's form; 83.1 % ImageNet-1K top-1 as published."""
+    return _create_soft("soft_conv_large", pretrained, **kwargs)
+
+
+@register_model
+def soft_conv_huge(pretrained: bool = False, **kwargs: Any) -> PyramidTransformer:
+    """SOFT-Huge in the official code's form; 83.3 % ImageNet-1K top-1 as published."""
+    return _create_soft("soft_conv_huge", pretrained, **kwargs)
+
+
+@register_model
+def soft_norm_conv_tiny(pretrained: bool = False, **kwargs: Any) -> PyramidTransformer:
+    """SOFT-Tiny in the official code's normalised form; 79.4 % ImageNet-1K top-1 as published."""
+    return _create_soft("soft_norm_conv_tiny", pretrained, **kwargs)
+
+
+@register_model
+def soft_norm_conv_small(pretrained: bool = False, **kwargs: Any) -> PyramidTransformer:
+    """SOFT-Small in the official code's normalised form; 82.4 % ImageNet-1K top-1 as published."""
+    return _create_soft("soft_norm_conv_small", pretrained, **kwargs)
+
+
+@register_model
+def soft_norm_conv_base(pretrained: bool = False, **kwargs: Any) -> PyramidTransformer:
+    """The official code's normalised ``soft_small``, depths 1, 3, 20, 4, without published top-1."""
+    return _create_soft("soft_norm_conv_base", pretrained, **kwargs)
+
+
+@register_model
+def soft_norm_conv_medium(pretrained: bool = False, **kwargs: Any) -> PyramidTransformer:
+    """SOFT-Medium in the official code's normalised form; 83.1 % ImageNet-1K top-1 as published."""
+    return _create_soft("soft_norm_conv_medium", pretrained, **kwargs)
+
+
+@register_model
+def soft_norm_conv_large(pretrained: bool = False, **kwargs: Any) -> PyramidTransformer:
+    """SOFT-Large in the official code's normalised form; 83.3 % ImageNet-1K top-1 as published."""
+    return _create_soft("soft_norm_conv_large", pretrained, **kwargs)
+
+
+@register_model
+def soft_norm_conv_huge(pretrained: bool = False, **kwargs: Any) -> PyramidTransformer:
+    """SOFT-Huge in the official code's normalised form; 83.4 % ImageNet-1K top-1 as published."""
+    return _create_soft("soft_norm_conv_huge", pretrained, **kwargs)

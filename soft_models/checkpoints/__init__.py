@@ -1,0 +1,19 @@
+"""Checkpoints of the official code, of training runs and of ours: reading, conversion, command line."""
+
+from soft_models.checkpoints.convert import (
+    LoadsOfficialWeights,
+    checkpoint_filter_fn,
+    convert_state_dict,
+    matching_names,
+)
+from soft_models.checkpoints.files import CheckpointError, find_weights, read_checkpoint
+
+__all__ = [
+    "CheckpointError",
+    "LoadsOfficialWeights",
+    "checkpoint_filter_fn",
+    "convert_state_dict",
+    "find_weights",
+    "matching_names",
+    "read_checkpoint",
+]

@@ -1,0 +1,100 @@
+"""Convert a checkpoint of the official code, or of any training run, to plain weights by our names::
+
+python -m soft_models.checkpoints official.pth out.safetensors
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from soft_models.checkpoints.convert import check_fit, free_names, matching_names, native_weights
+from soft_models.checkpoints.files import CheckpointError, find_weights, read_checkpoint, some_of
+
+_logger = logging.getLogger("soft_models.checkpoints")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status, 2 where the file cannot be converted."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    args = parse_arguments(argv)
+    try:
+        convert(args)
+    except CheckpointError as error:
+        _logger.error("error: %s", error)
+        return 2
+    return 0
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m soft_models.checkpoints",
+        description="Convert a checkpoint to plain weights by the names of our models, and verify what was written.",
+    )
+    parser.add_argument("source", type=Path, help="checkpoint: .pth, .pth.tar, .bin or .safetensors, however wrapped")
+    parser.add_argument("target", type=Path, help="file to write: .safetensors or .pth")
+    parser.add_argument("--model", help="name of the model; found from the file's names and shapes when left out")
+    parser.add_argument("--use-ema", action=argparse.BooleanOptionalAction, help="averaged weights; default: if any")
+    parser.add_argument("--trust", action="store_true", help="run the code that the file brings along to be unpickled")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing target")
+    return parser.parse_args(argv)
+
+
+def convert(args: argparse.Namespace) -> None:
+    """Read, convert, check, write, read back."""
+    if args.target.suffix not in (".safetensors", ".pth"):
+        raise CheckpointError(f"the target must end in .safetensors or .pth, got {str(args.target)!r}")
+    if args.target.exists() and not args.overwrite:
+        raise CheckpointError(f"{args.target} exists; choose another name or add --overwrite")
+    key, found = find_weights(read_checkpoint(args.source, weights_only=not args.trust), args.use_ema)
+    _logger.info("weights: %s", f"under {key!r}" if key else "the file itself")
+    weights = native_weights(found)
+    names = [args.model] if args.model else matching_names(weights)
+    if not names:
+        raise CheckpointError(f"{args.source} fits no model of ours (it has {some_of(weights)}); see --model")
+    check_name(names[0], weights)
+    _logger.info("matched: %d of %d tensors of %s", len(weights), len(found), " or ".join(names))
+    if len(names) > 1:
+        _logger.info(
+            "whether the weights want the normalised form cannot be told from their names: ask who trained them"
+        )
+    write({key: tensor.contiguous() for key, tensor in weights.items()}, args.target)
+    _logger.info("wrote %s, read back and found equal", args.target)
+
+
+def check_name(name: str, weights: dict[str, Tensor]) -> None:
+    """Refuse weights that do not fill the model ``name``, whatever their classes, channels and image size."""
+    if not timm.is_model(name):
+        raise CheckpointError(f"unknown model {name!r}; python -m soft_models lists the names")
+    model = timm.create_model(name, device="meta")
+    check_fit(weights, model, free_names(model) | {key for key in weights if key.endswith("pos_embed")})
+
+
+def write(weights: dict[str, Tensor], target: Path) -> None:
+    """Write next to the target, read back, and only then put it in place."""
+    partial = target.with_name(f".partial-{target.name}")
+    try:
+        if target.suffix == ".safetensors":
+            save_file(weights, partial, metadata={"format": "pt"})
+        else:
+            torch.save(weights, partial)
+        again = read_checkpoint(partial)
+        if again.keys() != weights.keys() or not all(torch.equal(again[key], weights[key]) for key in weights):
+            raise CheckpointError(f"what was read back from {target} is not what was written; is the disk full?")
+        partial.replace(target)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {target}: {error}") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    import soft_models  # noqa: F401  (registers the names)
+
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Checkpoint files: read without running code from them, and the weights found inside."""
+
+import argparse
+import logging
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+__all__ = ["EMA_KEYS", "RAW_KEYS", "CheckpointError", "find_weights", "read_checkpoint", "some_of"]
+
+EMA_KEYS = ("state_dict_ema", "model_ema")
+RAW_KEYS = ("state_dict", "model")
+
+_logger = logging.getLogger(__name__)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be read, or does not fit the model; the message is one line that says what to change."""
+
+
+def some_of(names: Any, limit: int = 4) -> str:
+    """Names as a list in words, cut after ``limit``."""
+    names = list(names)
+    return ", ".join(map(str, names[:limit])) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def read_checkpoint(path: str | Path, weights_only: bool = True) -> dict[str, Any]:
+    """Content of a ``.pth``, ``.pth.tar``, ``.bin`` or ``.safetensors`` file, on the CPU.
+
+    Args:
+        path: The file.
+        weights_only: Refuse a file that needs more than tensors, numbers and texts to be unpickled (an
+            ``argparse.Namespace`` is allowed, as training scripts store one). False runs code that the file brings
+            along: only for files whose origin you trust.
+
+    Raises:
+        CheckpointError: There is no such file, it is damaged, holds no dict, or needs ``weights_only=False``.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise CheckpointError(f"no checkpoint file {str(path)!r}")
+    try:
+        if file.suffix == ".safetensors":
+            content: Any = load_file(file)
+        else:
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                content = torch.load(file, map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(_why_refused(file, error)) from None
+    except (SafetensorError, OSError, EOFError, MemoryError, ImportError, LookupError) as error:
+        raise CheckpointError(_unreadable(file, error)) from None
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(_unreadable(file, error)) from None
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path} must hold a dict of tensors, got {type(content).__name__}")
+    return dict(content)
+
+
+def _unreadable(file: Path, error: BaseException) -> str:
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    return f"{file} is not a readable checkpoint ({reason}); is the download complete?"
+
+
+def _why_refused(file: Path, error: BaseException) -> str:
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
+    except Exception:  # not an archive at all: any error tells that
+        return _unreadable(file, error)
+    if not names:
+        return _unreadable(file, error)
+    return (
+        f"{file} needs code to be unpickled ({some_of(names)}), which is refused; if you trust its origin, convert it "
+        f"once: python -m soft_models.checkpoints {file} out.safetensors --trust"
+    )
+
+
+def find_weights(content: Mapping[str, Any], use_ema: bool | None = None) -> tuple[str, dict[str, Tensor]]:
+    """The weights in a checkpoint, however deep training code has wrapped them.
+
+    Args:
+        content: What :func:`read_checkpoint` gave.
+        use_ema: Averaged weights or not; None for the averaged ones where there are any.
+
+    Returns:
+        The dotted path of the keys that were followed, ``""`` for none, and the tensors by name.
+
+    Raises:
+        CheckpointError: There are no weights, or not those asked for.
+    """
+    keys = {None: EMA_KEYS + RAW_KEYS, True: EMA_KEYS, False: RAW_KEYS}[use_ema]
+    path: list[str] = []
+    ema_found = False
+    while not (content and all(isinstance(value, Tensor) for value in content.values())):
+        key = next((key for key in keys if isinstance(content.get(key), Mapping)), None)
+        if key is None:
+            key = next((key for key in RAW_KEYS if ema_found and isinstance(content.get(key), Mapping)), None)
+        if key is None:
+            wanted = "averaged weights" if use_ema else "weights"
+            raise CheckpointError(f"no {wanted} under {', '.join(keys)}; the file has {some_of(content) or 'nothing'}")
+        ema_found = ema_found or key in EMA_KEYS
+        path.append(key)
+        content = content[key]
+    if use_ema and not ema_found:
+        raise CheckpointError(f"no averaged weights under {', '.join(EMA_KEYS)}; the file has one set of weights")
+    return ".".join(path), dict(content)

@@ -1,0 +1,73 @@
+"""What every entry point does: check where weights come from, then timm's builder."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from timm.models import build_model_with_cfg, get_pretrained_cfg
+from torch import nn
+
+from soft_models.checkpoints import checkpoint_filter_fn, find_weights, read_checkpoint
+
+__all__ = ["build_variant"]
+
+NO_WEIGHTS = (
+    "no weights come with {variant}; download a file of the authors (the README says which fits which name) and load "
+    "it with timm.create_model('{variant}', pretrained=True, pretrained_cfg_overlay=dict(file='the_file.pth'))"
+)
+SOURCES = ("state_dict", "file", "hf_hub_id", "url")
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def build_variant(
+    model_cls: type[ModelT],
+    variant: str,
+    pretrained: bool,
+    model_args: Mapping[str, Any],
+    *,
+    out_indices: int | tuple[int, ...] = (0, 1, 2, 3),
+    pretrained_cfg: Any = None,
+    pretrained_cfg_overlay: Mapping[str, Any] | None = None,
+    filter_fn: Any = checkpoint_filter_fn,
+    **kwargs: Any,
+) -> ModelT:
+    """Model ``variant``, with the weights of a file if one is named.
+
+    Args:
+        model_cls: Class to build.
+        variant: Registered name.
+        pretrained: Load weights, which ``pretrained_cfg_overlay=dict(file=...)`` names.
+        model_args: The variant's own constructor arguments; ``kwargs`` win.
+        out_indices: Default of ``features_only``.
+        pretrained_cfg: As for timm's entry points.
+        pretrained_cfg_overlay: As for timm's entry points. A file is read here, safely and whatever its wrapping.
+        filter_fn: From the file's weights to the model's.
+        **kwargs: Further arguments of timm's builder and of the model.
+
+    Raises:
+        ValueError: ``pretrained`` without weights, or weights without ``pretrained``.
+        CheckpointError: The file cannot be read, or does not fit.
+    """
+    overlay = dict(pretrained_cfg_overlay or {})
+    named = [source for source in SOURCES if overlay.get(source)]
+    if named and not pretrained:
+        raise ValueError(f"pretrained_cfg_overlay has {named[0]}=, which pretrained=False ignores; set pretrained=True")
+    known = get_pretrained_cfg(variant, allow_unregistered=True)
+    if pretrained and not named and not pretrained_cfg and not (known and known.has_weights):
+        raise ValueError(NO_WEIGHTS.format(variant=variant))
+    file = overlay.pop("file", None) if pretrained else None
+    if file:
+        _, overlay["state_dict"] = find_weights(read_checkpoint(file))
+    model = build_model_with_cfg(
+        model_cls,
+        variant,
+        pretrained,
+        pretrained_cfg=pretrained_cfg,
+        pretrained_cfg_overlay=overlay or None,
+        pretrained_filter_fn=filter_fn,
+        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
+        **{**model_args, **kwargs},
+    )
+    if file:  # the file's name in the place of its tensors
+        model.pretrained_cfg.pop("state_dict", None)
+        model.pretrained_cfg["file"] = str(file)
+    return model

@@ -1,0 +1,56 @@
+"""Stand-ins for the official checkpoints: weights that follow from the parameters' names, and the outputs they gave.
+
+``data/*_keys.json`` list the official names and shapes; the numbers in ``data/*_official.npz`` were computed by the
+released code from these weights (CPU, float32).
+"""
+
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+DATA = Path(__file__).parent / "data"
+
+
+def official_state_dict(shapes: dict[str, list[int]], ill: bool = False) -> dict[str, Tensor]:
+    """Weights by official name; ``ill`` makes the landmark kernels ill-conditioned."""
+    return {name: _tensor(name, shape, ill) for name, shape in shapes.items()}
+
+
+def _tensor(name: str, shape: list[int], ill: bool) -> Tensor:
+    if name.endswith("num_batches_tracked"):
+        return torch.zeros(shape, dtype=torch.int64)
+    numbers = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(int(np.prod(shape)))
+    value = torch.from_numpy(numbers.astype(np.float32)).reshape(shape)
+    if name.endswith("running_var"):
+        value = 1 + 0.1 * value.abs()
+    elif name.endswith("running_mean"):
+        value = 0.1 * value
+    elif "pos_embed" in name or name == "cls_token":
+        value = 0.2 * value
+    elif len(shape) == 1:
+        value = 1 + 0.1 * value if name.endswith("weight") else 0.02 * value
+    else:
+        value = value / float(np.sqrt(np.prod(shape[1:])))
+    if ill and "Qnorm_act.0." in name:
+        value = value * 0.2
+    if ill and "W_q" in name:
+        value = value * 0.5
+    return value
+
+
+def official_shapes(file: str, tag: str) -> dict[str, list[int]]:
+    """Names and shapes of one entry of ``data/<file>_keys.json``."""
+    return json.loads((DATA / f"{file}_keys.json").read_text(encoding="utf-8"))[tag]
+
+
+def official_images(height: int, width: int) -> Tensor:
+    return torch.from_numpy(np.random.RandomState(0).standard_normal((1, 3, height, width)).astype(np.float32))
+
+
+def official_outputs(file: str) -> dict[str, Tensor]:
+    with np.load(DATA / f"{file}_official.npz") as numbers:
+        return {key: torch.from_numpy(numbers[key]) for key in numbers.files}

@@ -1,0 +1,378 @@
+"""Checkpoints: official numbers from official files, every door and wrapping, and nothing loaded in part."""
+
+import argparse
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from official import official_images, official_outputs, official_shapes, official_state_dict
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from soft_models.checkpoints import CheckpointError, convert_state_dict, find_weights, matching_names, read_checkpoint
+from soft_models.checkpoints.__main__ import main as convert_main
+
+MINI: dict[str, Any] = {
+    "embed_dims": (32, 64, 96, 128),
+    "num_heads": (1, 2, 3, 4),
+    "depths": (1, 1, 2, 1),
+    "num_classes": 10,
+}
+SOFT_NUMBERS = official_outputs("soft")
+SOFT_ENTRIES = sorted({key.rsplit("/", 1)[0] for key in SOFT_NUMBERS})
+
+
+def mini(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    return timm.create_model("soft_conv_tiny", pretrained=pretrained, **(MINI | kwargs)).eval()
+
+
+def official(tag: str = "soft_mini") -> dict[str, Tensor]:
+    return official_state_dict(official_shapes("soft_official", tag))
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensor:
+    return torch.randn(2, 3, 64, 96, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def expected(images: Tensor) -> Tensor:
+    model = mini()
+    model.load_state_dict(official())
+    with torch.no_grad():
+        return model(images)
+
+
+@pytest.mark.parametrize("entry", SOFT_ENTRIES)
+def test_official_numbers_of_soft(entry: str, record_property: Callable[[str, object], None]) -> None:
+    tag, size = entry.split("/")
+    base = tag.removesuffix("_ill")
+    name = "soft_norm_conv_tiny" if "norm" in base else "soft_conv_tiny"
+    model = timm.create_model(name, **(MINI if "mini" in base else {})).eval()
+    model.load_state_dict(official_state_dict(official_shapes("soft_official", base), ill=tag.endswith("_ill")))
+    with torch.no_grad():
+        tokens, maps = model.forward_intermediates(official_images(*map(int, size.split("x"))))
+        found = {"logits": model.forward_head(tokens)}
+    found |= {f"stage{i}": x[:, ::16, ::4, ::4] for i, x in enumerate(maps, start=1)}
+    deviations = {what: (x - SOFT_NUMBERS[f"{entry}/{what}"]).abs().max().item() for what, x in found.items()}
+    record_property("largest deviation", deviations)
+    logging.getLogger("parity").info("%s: %s", entry, {what: f"{value:.1e}" for what, value in deviations.items()})
+    assert max(deviations.values()) < 1e-4, deviations
+
+
+def nested(prefix: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda weights: {prefix + name: tensor for name, tensor in weights.items()}
+
+
+WRAPPINGS: dict[str, Callable[[dict[str, Tensor]], dict[str, Any]]] = {
+    "raw": dict,
+    "state_dict": lambda w: {"state_dict": w, "epoch": 3, "optimizer": {"lr": 0.1}},
+    "model": lambda w: {"model": w, "args": argparse.Namespace(lr=0.1)},
+    "state_dict_ema": lambda w: {"state_dict": {k: v * 0 for k, v in w.items()}, "state_dict_ema": w},
+    "model_ema": lambda w: {"model": {k: v * 0 for k, v in w.items()}, "model_ema": w},
+    "state_dict.model": lambda w: {"state_dict": {"model": w}},
+    "module.": nested("module."),
+    "_orig_mod.": nested("_orig_mod."),
+    "backbone.": nested("backbone."),
+    "encoder.": nested("encoder."),
+    "module._orig_mod.": nested("module._orig_mod."),
+    "model.backbone.": nested("model.backbone."),
+    "module.encoder. of a segmenter": lambda w: {
+        "state_dict": nested("module.encoder.")(w) | {"module.decode_head.conv.weight": torch.ones(3)}
+    },
+}
+
+
+def write(content: dict[str, Any], path: Path) -> Path:
+    if path.suffix == ".safetensors":
+        save_file({name: tensor.contiguous() for name, tensor in content.items()}, path)
+    else:
+        torch.save(content, path)
+    return path
+
+
+def files() -> list[object]:
+    cases = [(wrapping, suffix) for wrapping in WRAPPINGS for suffix in (".pth", ".pth.tar")]
+    flat = [wrapping for wrapping in WRAPPINGS if wrapping == "raw" or wrapping.endswith(".")]
+    return [pytest.param(*case, id="-".join(case)) for case in [*cases, *((f, ".safetensors") for f in flat)]]
+
+
+def door_overlay(path: Path) -> nn.Module:
+    return mini(pretrained=True, pretrained_cfg_overlay={"file": str(path)})
+
+
+def door_load_state_dict(path: Path) -> nn.Module:
+    model = mini()
+    model.load_state_dict(read_checkpoint(path))
+    return model
+
+
+@pytest.mark.parametrize("names", ["official", "native"])
+@pytest.mark.parametrize(("wrapping", "suffix"), files())
+@pytest.mark.parametrize("door", [door_overlay, door_load_state_dict])
+def test_every_door_opens_every_wrapping(
+    door: Callable[[Path], nn.Module],
+    wrapping: str,
+    suffix: str,
+    names: str,
+    tmp_path: Path,
+    images: Tensor,
+    expected: Tensor,
+) -> None:
+    weights = official() if names == "official" else convert_state_dict(official(), mini())
+    model = door(write(WRAPPINGS[wrapping](weights), tmp_path / f"weights{suffix}")).eval()
+    with torch.no_grad():
+        assert torch.equal(model(images), expected)
+
+
+def test_checkpoint_path_opens_official_files(tmp_path: Path, images: Tensor, expected: Tensor) -> None:
+    path = write({"state_dict": official()}, tmp_path / "official.pth")
+    with torch.no_grad():
+        assert torch.equal(mini(checkpoint_path=str(path))(images), expected)
+
+
+def test_a_loaded_model_remembers_the_file_and_not_its_tensors(tmp_path: Path) -> None:
+    path = write(official(), tmp_path / "official.pth")
+    cfg = door_overlay(path).pretrained_cfg
+    assert cfg["file"] == str(path) and "state_dict" not in cfg
+
+
+@pytest.mark.parametrize("num_classes", [0, 5, 10])
+def test_head_is_kept_where_it_fits_and_new_otherwise(num_classes: int, tmp_path: Path, images: Tensor) -> None:
+    path = write({"model": official()}, tmp_path / "official.pth")
+    source = door_overlay(path)
+    model = mini(True, num_classes=num_classes, pretrained_cfg_overlay={"file": str(path)})
+    heads = source.head.weight.shape == getattr(model.head, "weight", torch.empty(0)).shape
+    assert heads == (num_classes == 10)
+    for name, tensor in source.state_dict().items():
+        if not name.startswith("head") or num_classes == 10:
+            assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_headless_file_gets_a_new_head_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    weights = {name: tensor for name, tensor in official().items() if not name.startswith("head")}
+    door_overlay(write(weights, tmp_path / "official.pth"))
+    assert "its head is new" in caplog.text
+
+
+def test_input_channels_are_adapted(tmp_path: Path) -> None:
+    path = write(official(), tmp_path / "official.pth")
+    gray = torch.randn(2, 1, 64, 64)
+    three, one = door_overlay(path), mini(True, in_chans=1, pretrained_cfg_overlay={"file": str(path)})
+    with torch.no_grad():
+        assert_close(one(gray), three(gray.expand(-1, 3, -1, -1)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("img_size", [(96, 160), 384])
+def test_position_tables_are_resized_from_their_own_grid(img_size: Any, tmp_path: Path, images: Tensor) -> None:
+    path = write(official(), tmp_path / "official.pth")
+    source, model = door_overlay(path), mini(True, img_size=img_size, pretrained_cfg_overlay={"file": str(path)})
+    source.set_input_size(img_size)
+    with torch.no_grad():
+        assert torch.equal(model(images), source(images))
+    back = mini(img_size=64)
+    back.load_state_dict(model.state_dict())
+    assert back.stages[0].pos_embed.shape == (1, 16, 16, 32)
+
+
+def test_flat_tables_of_another_shape_need_their_img_size(tmp_path: Path) -> None:
+    weights, count = official(), {1: (40, 64), 2: (20, 32), 3: (10, 16), 4: (5, 8)}
+    for stage, (height, width) in count.items():
+        dim = weights[f"pos_embed{stage}"].shape[-1]
+        weights[f"pos_embed{stage}"] = torch.randn(1, height * width + (stage == 4), dim)
+    model = mini(img_size=(160, 256))
+    model.load_state_dict(weights)
+    assert torch.equal(model.stages[1].pos_embed.flatten(1, 2), weights["pos_embed2"])
+    with pytest.raises(CheckpointError, match=r"stages.0.pos_embed \(1, 2560, 32\) for \(1, 56, 56, 32\)"):
+        mini().load_state_dict(weights)
+
+
+@pytest.mark.parametrize("out_indices", [(0, 1, 2, 3), (1, 2)])
+def test_features_only_opens_official_files(out_indices: tuple[int, ...], tmp_path: Path, images: Tensor) -> None:
+    path = write({"state_dict_ema": official()}, tmp_path / "official.pth")
+    overlay = {"file": str(path)}
+    features = mini(True, features_only=True, out_indices=out_indices, pretrained_cfg_overlay=overlay)
+    maps = door_overlay(path).forward_intermediates(images, list(out_indices), intermediates_only=True)
+    for found, wanted in zip(features(images), maps, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def without(name: str) -> dict[str, Tensor]:
+    return {key: tensor for key, tensor in official().items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (without("block2.0.att.mha.W_v.bias"), r"1 missing: stages\.1\.blocks\.0\.attn\.qv\.bias"),
+        (without("pos_embed3"), r"1 missing: stages\.2\.pos_embed"),
+        (official() | {"block3.5.att.norm1.bias": torch.ones(96)}, r"1 unexpected: stages\.2\.blocks\.5\.norm1\.bias"),
+        (official() | {"norm.bias": torch.ones(7)}, r"1 of another shape: norm\.bias \(7,\) for \(128,\)"),
+        (official() | {"norm.bias": torch.full((128,), torch.nan)}, r"1 tensors of the file hold NaN.*norm\.bias"),
+        ({"conv1.weight": torch.ones(3)}, r"0 of the model's \d+ tensors match"),
+        ({f"{a}.w": torch.ones(1) for a in ("module", "module.module")}, "several models"),
+    ],
+)
+@pytest.mark.parametrize("door", [door_overlay, door_load_state_dict])
+def test_what_does_not_fit_is_refused_by_name(
+    door: Callable[[Path], nn.Module], weights: dict[str, Tensor], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        door(write(weights, tmp_path / "weights.pth"))
+
+
+def test_wrong_variant_is_recognised() -> None:
+    weights = timm.create_model("soft_norm_conv_base", num_classes=7).state_dict()
+    assert matching_names(weights) == ["soft_conv_base", "soft_norm_conv_base"]
+    with pytest.raises(CheckpointError, match=r"fits 'soft_conv_base' or 'soft_norm_conv_base', whether with normal"):
+        timm.create_model("soft_conv_small").load_state_dict(weights)
+    with pytest.raises(CheckpointError, match=r"head.*pretrained_cfg_overlay=dict\(file=\.\.\.\)"):
+        timm.create_model("soft_conv_base").load_state_dict(weights)
+
+
+def test_loading_without_strict_takes_what_there_is() -> None:
+    model = mini()
+    result = model.load_state_dict(without("norm.bias"), strict=False)
+    assert result.missing_keys == ["norm.bias"] and not result.unexpected_keys
+
+
+@pytest.mark.parametrize("name", ["soft_tiny", "soft_norm_conv_large"])
+def test_pretrained_without_weights_says_what_to_do(name: str) -> None:
+    with pytest.raises(ValueError, match=r"no weights come with .*pretrained_cfg_overlay=dict\(file="):
+        timm.create_model(name, pretrained=True)
+
+
+@pytest.mark.parametrize("source", [{"file": "weights.pth"}, {"url": "https://example.org/weights.pth"}])
+def test_weights_without_pretrained_are_refused(source: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="set pretrained=True"):
+        timm.create_model("soft_tiny", pretrained_cfg_overlay=source)
+
+
+class Stranger:
+    """A class that unpickling would have to import."""
+
+
+def damaged(kind: str, path: Path) -> Path:
+    data = write(official(), path.with_suffix(".good")).read_bytes()
+    contents = {
+        "empty": b"",
+        "text": b"<html>404 not found</html>",
+        "truncated": data[: len(data) // 2],
+        "cut at the end": data[:-100],
+        "bits flipped": bytes(b ^ 0x55 for b in data[:2000]) + data[2000:],
+        "header of a huge file": (2**62).to_bytes(8, "little") + b"{}",
+        "header that lies": (2).to_bytes(8, "little") + b"[]",
+    }
+    path.write_bytes(contents[kind])
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize(
+    "kind",
+    ["empty", "text", "truncated", "cut at the end", "bits flipped", "header of a huge file", "header that lies"],
+)
+def test_damaged_files_are_refused_in_one_line(kind: str, suffix: str, tmp_path: Path) -> None:
+    path = damaged(kind, tmp_path / f"weights{suffix}")
+    with pytest.raises(CheckpointError, match="is not a readable checkpoint") as caught:
+        door_overlay(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_random_damage_never_loads_silently(tmp_path: Path) -> None:
+    good = write(official(), tmp_path / "good.pth").read_bytes()
+    generator = torch.Generator().manual_seed(0)
+    source = mini()
+    source.load_state_dict(official())
+    for i in range(100):
+        broken = bytearray(good)
+        for place in torch.randint(0, len(good), (20,), generator=generator).tolist():
+            broken[place] ^= 0xFF
+        (tmp_path / f"{i}.pth").write_bytes(broken)
+        try:
+            model = door_overlay(tmp_path / f"{i}.pth")
+        except CheckpointError as error:
+            assert "\n" not in str(error)
+        else:  # the archive's checksums are not verified by torch: tensors of the right names and shapes
+            assert model.state_dict().keys() == source.state_dict().keys()
+
+
+def test_files_that_need_code_are_refused_and_can_be_trusted(tmp_path: Path) -> None:
+    path = write({"state_dict": official(), "hook": Stranger()}, tmp_path / "stranger.pth")
+    with pytest.raises(CheckpointError, match=r"Stranger.*--trust"):
+        door_overlay(path)
+    content = read_checkpoint(path, weights_only=False)
+    assert find_weights(content)[0] == "state_dict"
+
+
+def test_missing_file_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"no checkpoint file 'nowhere\.pth'"):
+        door_overlay(Path("nowhere.pth"))
+
+
+@pytest.mark.parametrize(
+    ("content", "use_ema", "message"),
+    [
+        ({"epoch": 3}, None, "no weights under state_dict_ema"),
+        ({"state_dict": official()}, True, "no averaged weights"),
+        (official(), True, "no averaged weights"),
+        ({}, None, "the file has nothing"),
+    ],
+)
+def test_weights_that_are_not_there_are_not_replaced(content: Any, use_ema: bool | None, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        find_weights(content, use_ema)
+
+
+def test_converter_writes_what_the_official_file_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    weights = official_state_dict(official_shapes("soft_official", "soft_tiny"))
+    source = write({"state_dict": nested("module.")(weights), "epoch": 1}, tmp_path / "soft_tiny.pth")
+    target = tmp_path / "out.safetensors"
+    caplog.set_level(logging.INFO)
+    assert convert_main([str(source), str(target)]) == 0
+    assert "under 'state_dict'" in caplog.text
+    assert "soft_conv_tiny or soft_norm_conv_tiny" in caplog.text and "cannot be told" in caplog.text
+    model = timm.create_model("soft_conv_tiny")
+    model.load_state_dict(weights)
+    written = read_checkpoint(target)
+    assert written.keys() == model.state_dict().keys()
+    assert all(torch.equal(tensor, written[name]) for name, tensor in model.state_dict().items())
+    assert convert_main([str(source), str(target)]) == 2 and "--overwrite" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.pth", "out.pth"], "no checkpoint file"),
+        (["{source}", "out.onnx"], "must end in .safetensors or .pth"),
+        (["{source}", "out.pth", "--model", "soft_tinny"], "unknown model"),
+        (["{source}", "out.pth", "--model", "soft_conv_tiny"], "of another shape"),
+        (["{source}", "out.pth"], "fits no model of ours"),
+        (["{source}", "out.pth", "--use-ema"], "no averaged weights"),
+    ],
+)
+def test_converter_refuses_in_one_line(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = write(official(), tmp_path / "official.pth")
+    assert convert_main([argument.format(source=source) for argument in arguments]) == 2
+    assert message in caplog.text and not (tmp_path / "out.pth").exists()
+
+
+def test_converter_runs_as_a_module() -> None:
+    command = [sys.executable, "-W", "error", "-m", "soft_models.checkpoints", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "--use-ema" in result.stdout

@@ -1,0 +1,205 @@
+"""SOFT: the pure functions against their explicit N x N form, and the module's own options."""
+
+import pytest
+import torch
+from naive import naive_average_pool, naive_gaussian, naive_released_newton, naive_soft
+from torch import Tensor
+from torch.testing import assert_close
+
+from soft_models.attention.soft import (
+    Landmarks,
+    SoftAttention,
+    add_ridge,
+    gaussian_kernel,
+    halved_scale,
+    newton_schulz_pinv,
+    ridge_scale,
+    soft_attention,
+    soft_inverse_apply,
+)
+
+EYE = torch.eye(49)
+
+
+def kernel_of(spread: float, batch: int = 1, heads: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Gaussian kernels of 49 points in 32 dimensions, ``(B, h, 49, 49)``: wide spread, well-conditioned."""
+    points = torch.randn(batch, heads, 49, 32, dtype=torch.float64) * spread
+    return gaussian_kernel(points, points).to(dtype)
+
+
+def plain_inverse(kernel: Tensor, iters: int = 20) -> Tensor:
+    return newton_schulz_pinv(add_ridge(kernel), ridge_scale(kernel), iters)
+
+
+def released_inverse(kernel: Tensor) -> Tensor:
+    return newton_schulz_pinv(kernel, halved_scale(kernel))
+
+
+def test_gaussian_kernel_equals_naive_with_gradients() -> None:
+    q, k = torch.randn(6, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
+    assert_close(gaussian_kernel(q, k), naive_gaussian(q, k))
+    inputs = (q.requires_grad_(), k.requires_grad_())
+    assert torch.autograd.gradcheck(gaussian_kernel, inputs)
+    assert torch.autograd.gradgradcheck(gaussian_kernel, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("offset", [0.0, 50.0])
+def test_gaussian_kernel_stays_a_kernel_far_from_the_origin(dtype: torch.dtype, offset: float) -> None:
+    q = ((torch.randn(2, 3, 60, 32) * 3 * 32**-0.25).to(dtype).float()) + offset
+    kernel = gaussian_kernel(q, q)
+    assert_close(kernel.diagonal(dim1=-2, dim2=-1), torch.ones(2, 3, 60), atol=1e-3, rtol=0)
+    assert kernel.min() >= 0 and kernel.max() <= 1
+    assert_close(kernel, kernel.transpose(-2, -1), atol=1e-6, rtol=0)
+    # float32 holds 50 +- 4e-6: that much of the distance is lost with the offset, and no more.
+    assert_close(kernel, gaussian_kernel(q - offset, q - offset), atol=1e-3, rtol=0)
+
+
+def test_gaussian_kernel_of_far_points_has_no_denormals() -> None:
+    kernel = gaussian_kernel(torch.zeros(1, 4), torch.full((3, 4), 100.0))
+    assert kernel.max() < 1e-37 and kernel.min() >= torch.finfo(torch.float32).tiny
+
+
+@pytest.mark.parametrize("inverse", [plain_inverse, released_inverse])
+def test_inverse_of_identity(inverse) -> None:
+    assert_close(inverse(EYE[None, None]).squeeze(), EYE / (1.01 if inverse is plain_inverse else 1), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("spread", [0.3, 1.5])
+def test_inverse_of_well_conditioned_kernels(spread: float) -> None:
+    kernel = kernel_of(spread)
+    assert torch.linalg.cond(kernel.double()).max() < 300
+    assert_close(plain_inverse(kernel) @ add_ridge(kernel), EYE.expand_as(kernel), atol=1e-2, rtol=0)
+    assert_close(released_inverse(kernel) @ kernel, EYE.expand_as(kernel), atol=1e-2, rtol=0)
+
+
+@pytest.mark.parametrize("inverse", [plain_inverse, released_inverse])
+@pytest.mark.parametrize("case", ["ill-conditioned", "all ones"])
+def test_inverse_of_singular_kernels_is_finite_and_bounded_with_gradients(inverse, case: str) -> None:
+    kernel = kernel_of(0.05) if case == "ill-conditioned" else torch.ones(1, 1, 49, 49)
+    kernel.requires_grad_()
+    result = inverse(kernel)
+    result.square().sum().backward()
+    assert result.abs().max() < 2**20
+    assert kernel.grad is not None and kernel.grad.isfinite().all()
+
+
+def test_newton_gradients_are_those_of_the_inverse_to_second_order() -> None:
+    points = torch.randn(1, 2, 6, 4, dtype=torch.float64, requires_grad=True)
+
+    def inverse(points: Tensor, exact: bool) -> Tensor:
+        kernel = add_ridge(gaussian_kernel(points, points))
+        return torch.linalg.inv(kernel) if exact else newton_schulz_pinv(kernel, ridge_scale(kernel), 40)
+
+    weight = torch.randn(1, 2, 6, 6, dtype=torch.float64)
+    first, second = [], []
+    for exact in (False, True):
+        (gradient,) = torch.autograd.grad((inverse(points, exact) * weight).sum(), points, create_graph=True)
+        first.append(gradient)
+        second.append(torch.autograd.grad(gradient.square().sum(), points)[0])
+    assert_close(first[0], first[1], rtol=1e-8, atol=1e-8)
+    assert_close(second[0], second[1], rtol=1e-7, atol=1e-7)
+
+
+def test_halved_scale_equals_the_released_loop_and_ignores_batch_mates() -> None:
+    kernels = torch.cat([kernel_of(spread, heads=3, dtype=torch.float64) for spread in (0.05, 0.2, 0.4)])
+    batch = released_inverse(kernels)
+    for i, kernel in enumerate(kernels):
+        assert_close(batch[i], naive_released_newton(kernel), rtol=1e-6, atol=1e-6)
+        assert_close(batch[i : i + 1], released_inverse(kernels[i : i + 1]), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("inverse", ["newton", "solve"])
+def test_soft_equals_naive_with_gradients(normalize: bool, inverse: str) -> None:
+    q, v = torch.randn(2, 3, 35, 4, dtype=torch.float64), torch.randn(2, 3, 35, 4, dtype=torch.float64)
+    landmarks = torch.randn(2, 3, 5, 4, dtype=torch.float64) * 2
+    inputs = [x.requires_grad_() for x in (q, v, landmarks)]
+    ridge = 0.0 if normalize and inverse == "newton" else 0.01
+    fast = soft_attention(*inputs, normalize, inverse, 40)
+    naive = torch.stack(
+        [
+            torch.stack([naive_soft(q[b, h], v[b, h], landmarks[b, h], normalize, ridge) for h in range(3)])
+            for b in range(2)
+        ]
+    )
+    assert_close(fast, naive, rtol=1e-7, atol=1e-7)
+    weight = torch.randn_like(fast)
+    for a, b in zip(
+        torch.autograd.grad((fast * weight).sum(), inputs),
+        torch.autograd.grad((naive * weight).sum(), inputs),
+        strict=True,
+    ):
+        assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_soft_with_all_tokens_as_landmarks_is_the_gaussian_kernel_itself() -> None:
+    q, v = torch.randn(1, 1, 12, 8, dtype=torch.float64), torch.randn(1, 1, 12, 8, dtype=torch.float64)
+    kernel = gaussian_kernel(q, q)
+    low_rank = kernel.transpose(-2, -1) @ soft_inverse_apply(kernel, kernel @ v, False, "solve")
+    assert_close(low_rank, kernel @ v, rtol=0.05, atol=0.05)  # up to the ridge of 0.01
+
+
+@pytest.mark.parametrize("feat_size", [(14, 14), (15, 9), (4, 11)])
+def test_average_landmarks_equal_naive_pooling(feat_size: tuple[int, int]) -> None:
+    landmarks = Landmarks(dim=8, num_heads=2, kind="avg", grid=7)
+    q = torch.randn(2, feat_size[0] * feat_size[1], 8)
+    grid = min(7, feat_size[0]), min(7, feat_size[1])
+    pooled = torch.stack([naive_average_pool(image.reshape(*feat_size, 8), grid) for image in q])
+    pooled = pooled.reshape(2, grid[0] * grid[1], 2, 4).transpose(1, 2)
+    expected = torch.nn.functional.gelu(torch.nn.functional.layer_norm(pooled, (4,), eps=1e-5))
+    assert_close(landmarks(q, feat_size), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "grid", "feat_size", "count"),
+    [
+        ("avg", 7, (56, 56), 49),
+        ("avg", 7, (256, 100), 49),
+        ("avg", (3, 5), (20, 20), 15),
+        ("avg", 7, (4, 4), 16),
+        ("avg", None, (16, 25), 6),
+        ("conv", None, (64, 64), 64),
+        ("conv", None, (17, 31), 6),
+        ("conv", 7, (64, 200), 49),
+        ("conv", 7, (24, 200), 21),
+    ],
+)
+def test_number_of_landmarks(kind: str, grid: int | None, feat_size: tuple[int, int], count: int) -> None:
+    landmarks = Landmarks(dim=8, num_heads=2, kind=kind, sr_ratio=8, grid=grid)
+    assert landmarks(torch.randn(2, feat_size[0] * feat_size[1], 8), feat_size).shape == (2, 2, count, 4)
+
+
+def test_conv_landmarks_with_a_grid_equal_those_without_up_to_its_size() -> None:
+    bound, free = Landmarks(8, 2, "conv", 4, None), Landmarks(8, 2, "conv", 4, 7)
+    free.load_state_dict(bound.state_dict())
+    q = torch.randn(2, 28 * 20, 8)
+    assert torch.equal(bound(q, (28, 20)), free(q, (28, 20)))
+
+
+def test_prefix_tokens_are_queries_and_keys_but_no_landmarks() -> None:
+    attn = SoftAttention(8, 2, landmark_grid=2).eval()
+    x = torch.randn(2, 1 + 12, 8)
+    changed = x.clone()
+    changed[:, 0] += 1.0
+    q = attn.qv(x).chunk(2, dim=-1)[0] * attn.scale
+    assert_close(attn.attention_matrix(x, (3, 4))[:, :, 1:, 1:], attn.attention_matrix(changed, (3, 4))[:, :, 1:, 1:])
+    assert (attn(x, (3, 4)) - attn(changed, (3, 4)))[:, 1:].abs().max() > 1e-6
+    assert attn.landmarks(q[:, 1:], (3, 4)).shape == (2, 2, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_heads": 3}, "divisible by num_heads"),
+        ({"landmarks": "average"}, "choose 'avg' or 'conv'"),
+        ({"landmark_grid": 0}, "landmark_grid must be positive"),
+        ({"sr_ratio": 0}, "sr_ratio must be at least 1"),
+        ({"inverse": "cholesky"}, "choose 'newton' or 'solve'"),
+        ({"newton_iters": 1}, "newton_iters must be at least 2"),
+        ({"local_kernel": 4}, "local_kernel must be odd"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SoftAttention(8, **({"num_heads": 2} | options))
