@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from timm.layers import (
     DropPath,
     Mlp,
@@ -19,13 +20,16 @@ __all__ = [
     "MIN_SIZE",
     "Block",
     "ConvBNReLU",
+    "MapPool",
     "PostNormBlock",
     "add_pos_embed",
     "at_least_float32",
     "autocast_off",
+    "check_grid",
     "check_min_size",
     "init_weights",
     "merge_heads",
+    "pool_map",
     "split_heads",
     "tokens_to_map",
 ]
@@ -63,6 +67,46 @@ def tokens_to_map(x: Tensor, feat_size: tuple[int, int]) -> Tensor:
     """``(B, H * W, C)`` to ``(B, C, H, W)``, a view in channels-last memory."""
     B, _, C = x.shape
     return x.transpose(1, 2).reshape(B, C, feat_size[0], feat_size[1])
+
+
+def check_grid(grid: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    """A pooling grid as (height, width), or None.
+
+    Raises:
+        ValueError: A side is below 1.
+    """
+    if grid is None:
+        return None
+    height, width = (grid, grid) if isinstance(grid, int) else grid
+    if height < 1 or width < 1:
+        raise ValueError(f"landmark_grid must be positive, got {grid}")
+    return int(height), int(width)
+
+
+def pool_map(x: Tensor, grid: tuple[int, int] | None, cell: int) -> Tensor:
+    """Average-pool ``(B, C, H, W)`` to ``grid``, clipped to the map; without a grid by squares of ``cell`` pixels."""
+    H, W = x.shape[-2], x.shape[-1]
+    if grid is None:
+        return F.avg_pool2d(x, (min(cell, H), min(cell, W)))
+    return F.adaptive_avg_pool2d(x, (min(grid[0], H), min(grid[1], W)))
+
+
+class MapPool(nn.Module):
+    """Average-pool the pixels among tokens, see :func:`pool_map`; tokens before them stay as they are.
+
+    Shape:
+        ``(B, P + H * W, C)`` to ``(B, P + M, C)``.
+    """
+
+    def __init__(self, grid: int | tuple[int, int] | None, cell: int) -> None:
+        super().__init__()
+        self.grid = check_grid(grid)
+        self.cell = cell
+
+    def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        num_prefix = x.shape[1] - feat_size[0] * feat_size[1]
+        pooled = pool_map(tokens_to_map(x[:, num_prefix:], feat_size), self.grid, self.cell)
+        return torch.cat([x[:, :num_prefix], pooled.flatten(2).transpose(1, 2)], dim=1)
 
 
 @register_notrace_function

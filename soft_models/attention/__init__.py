@@ -12,12 +12,18 @@ from typing import Any
 
 from torch import nn
 
+from soft_models.attention.linformer import LinformerAttention
+from soft_models.attention.nystromformer import NystromformerAttention
+from soft_models.attention.performer import PerformerAttention
 from soft_models.attention.soft import SoftAttention
 from soft_models.attention.softmax import SoftmaxAttention
 
 __all__ = ["ATTENTIONS", "attention_options", "create_attention"]
 
 ATTENTIONS: dict[str, Callable[..., nn.Module]] = {
+    "linformer": LinformerAttention,
+    "nystromformer": NystromformerAttention,
+    "performer": PerformerAttention,
     "soft": SoftAttention,
     "soft_norm": partial(SoftAttention, normalize=True),
     "softmax": SoftmaxAttention,

@@ -7,7 +7,15 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from soft_models.layers import at_least_float32, autocast_off, merge_heads, split_heads, tokens_to_map
+from soft_models.layers import (
+    at_least_float32,
+    autocast_off,
+    check_grid,
+    merge_heads,
+    pool_map,
+    split_heads,
+    tokens_to_map,
+)
 
 __all__ = [
     "Landmarks",
@@ -217,22 +225,13 @@ class Landmarks(nn.Module):
         return self.act(self.norm(x))
 
     def pool(self, x: Tensor) -> Tensor:
-        """Average-pool ``(B, C, H, W)``, for ``"conv"`` only where the map exceeds the grid's share of it."""
-        H, W = x.shape[-2], x.shape[-1]
+        """Average-pool ``(B, C, H, W)``; for the convolution only so far that it gives the grid."""
+        if self.conv is None:
+            return pool_map(x, self.grid, self.sr_ratio)
         grid = self.grid
         if grid is None:
-            return x if self.conv is not None else F.avg_pool2d(x, (min(self.sr_ratio, H), min(self.sr_ratio, W)))
-        cell = self.sr_ratio if self.conv is not None else 1
-        return F.adaptive_avg_pool2d(x, (min(H, grid[0] * cell), min(W, grid[1] * cell)))
-
-
-def check_grid(grid: int | tuple[int, int] | None) -> tuple[int, int] | None:
-    if grid is None:
-        return None
-    height, width = (grid, grid) if isinstance(grid, int) else grid
-    if height < 1 or width < 1:
-        raise ValueError(f"landmark_grid must be positive, got {grid}")
-    return int(height), int(width)
+            return x
+        return pool_map(x, (grid[0] * self.sr_ratio, grid[1] * self.sr_ratio), self.sr_ratio)
 
 
 @register_notrace_module
