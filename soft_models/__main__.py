@@ -14,15 +14,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import timm
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import soft_models  # noqa: F401  (registers the names)
 
-NEWTON_ITERS = 20  # the constructor's default
+SIZES = ("tiny", "small", "base", "medium", "large", "huge")
 MARKERS = ("<!-- models: written by `make table` -->", "<!-- end of models -->")
 
 
@@ -39,34 +39,43 @@ class Row:
 
 
 def registered_names() -> list[str]:
-    """Every name whose entry point is defined in this package, sorted."""
-    return [name for name in timm.list_models() if timm.model_entrypoint(name).__module__.startswith("soft_models.")]
+    """Every name whose entry point is defined in this package, family by family, the smallest first."""
+    names = [name for name in timm.list_models() if timm.model_entrypoint(name).__module__.startswith("soft_models.")]
+    return sorted(names, key=split_size)
 
 
-def count_multiply_adds(name: str, **kwargs: Any) -> int:
-    """Multiply-adds of matrix products and convolutions for one image; built on the meta device, without memory."""
-    model = timm.create_model(name, device="meta", **kwargs).eval()
+def split_size(name: str) -> tuple[str, int]:
+    """Family, which is the name without its size word, and the rank of that word."""
+    size = next((word for word in name.split("_") if word in SIZES), SIZES[0])
+    return re.sub(rf"_{size}(?=_|$)", "", name), SIZES.index(size)
+
+
+def count_multiply_adds(model: nn.Module, size: Sequence[int]) -> int:
+    """Multiply-adds of the matrix products and convolutions that one image of ``size`` (C, H, W) takes."""
+    device = next(model.parameters()).device
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.empty(1, *model.pretrained_cfg["input_size"], device="meta"))
+        model(torch.empty(1, *size, device=device))
     return counter.get_total_flops() // 2
 
 
 def describe(name: str) -> Row:
-    """Count one model. The published accuracy is the one in the docstring of its entry point."""
-    model = timm.create_model(name, device="meta")
-    total = count_multiply_adds(name)
-    try:
-        # Newton's cost is the same for every step.
-        step = count_multiply_adds(name, newton_iters=NEWTON_ITERS + 1) - total
-    except TypeError:  # no iterative inverse in this family
-        step = 0
+    """Count one model, without memory. The published accuracy is the one in the docstring of its entry point."""
+    model = timm.create_model(name, device="meta").eval()
+    size = model.pretrained_cfg["input_size"]
+    total = count_multiply_adds(model, size)
+    inverses = [module for module in model.modules() if hasattr(module, "newton_iters")]
+    steps = max((module.newton_iters for module in inverses), default=0)
+    for module in inverses:
+        module.newton_iters += 1
+    # What one more step costs, each of them costs.
+    inverse = steps * (count_multiply_adds(model, size) - total) if inverses else 0
     found = re.search(r"([\d.]+) % ImageNet-1K top-1", timm.model_entrypoint(name).__doc__ or "")
     return Row(
         name=name,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         multiply_adds=total,
-        inverse_multiply_adds=step * NEWTON_ITERS,
-        img_size=model.pretrained_cfg["input_size"][-1],
+        inverse_multiply_adds=inverse,
+        img_size=size[-1],
         published_top1=float(found[1]) if found else None,
     )
 

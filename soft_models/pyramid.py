@@ -41,6 +41,7 @@ __all__ = ["PyramidTransformer", "checkpoint_filter_fn"]  # timm looks for the f
 
 STEM_WIDTH = 32  # channels of the stem's first two convolutions, in every size
 POOLS = ("token", "avg", "")
+PER_STAGE = {"sr_ratios": "sr_ratio", "local_kernels": "local_kernel"}  # the attentions' keyword for one stage's value
 
 
 def to_size(size: int | tuple[int, int] | list[int]) -> tuple[int, int]:
@@ -199,7 +200,7 @@ class PyramidTransformer(LoadsOfficialWeights):
             "newton_iters": newton_iters,
             "inverse": inverse,
         }
-        check_options((attention, stage4_attention), options)
+        check_options((attention, stage4_attention), options | {"sr_ratios": sr_ratios, "local_kernels": local_kernels})
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.global_pool = check_pool(global_pool)
@@ -427,5 +428,6 @@ def check_options(names: tuple[str, ...], options: dict[str, Any]) -> None:
     accepted = set().union(*map(attention_options, names))
     for option, value in options.items():
         default = inspect.signature(PyramidTransformer).parameters[option].default
-        if option not in accepted and value != default:
+        keyword = PER_STAGE.get(option, option)
+        if keyword not in accepted and (tuple(value) if isinstance(value, list) else value) != default:
             raise ValueError(f"attention {' and '.join(map(repr, names))} has no {option}, got {option}={value!r}")

@@ -1,0 +1,218 @@
+"""The options of ``train.py`` and ``validate.py``, with timm's names: each is a field, listed once.
+
+The comment behind a field is its line in ``--help``; the command line and the YAML reader are derived in ``cli``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import yaml
+
+from .cli import load_yaml
+
+AmpDtype = Literal["float16", "bfloat16"]
+Interpolation = Literal["", "bilinear", "bicubic", "random", "nearest", "lanczos", "box", "hamming"]
+EVAL_METRICS = ("top1", "top5", "loss")
+
+OUT_OF_SCOPE: Mapping[str, str] = {
+    "--kd-": "distillation is out of scope here, use timm's own train.py with --device-modules soft_models",
+    "--distill-": "distillation is out of scope here, use timm's own train.py with --device-modules soft_models",
+    "--task-loss-": "distillation is out of scope here, use timm's own train.py with --device-modules soft_models",
+    "--naflex-": "NaFlex loading is out of scope here, use timm's own train.py with --device-modules soft_models",
+    "--train-img-sizes": "scheduled sizes are out of scope here, use --img-size",
+    "--train-batch-sizes": "scheduled sizes are out of scope here, use --batch-size",
+    "--train-size-": "scheduled sizes are out of scope here, use --img-size",
+    "--log-wandb": "metrics go to TensorBoard and summary.csv in the output folder",
+    "--wandb-": "metrics go to TensorBoard and summary.csv in the output folder",
+    "--no-prefetcher": "images are always normalised on the device",
+    "--torchscript": "use --torchcompile",
+    "--num-gpu": "start one process per GPU with torchrun",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonConfig:
+    """Options that training and validation share."""
+
+    config: str = ""  # YAML file of options; the command line wins over it
+    data_dir: str = ""  # folder that holds the splits, each with one folder per class
+    dataset: str = ""  # '' for image folders, or a timm dataset name such as torch/cifar10 or hfds/NAME
+    dataset_download: bool = False  # let torch/ datasets download themselves
+    class_map: str = ""  # text file with one class name per line, in label order
+    input_img_mode: str | None = None  # PIL mode of the images; by default RGB, or L for one channel
+    model: str = "soft_tiny"  # any timm or soft_models name
+    model_kwargs: dict[str, Any] = field(default_factory=dict)  # key=value pairs for the model's constructor
+    num_classes: int | None = None  # classes of the head; by default those of the data
+    gp: str | None = None  # global pool; by default the model's
+    in_chans: int | None = None  # image channels; by default the model's
+    img_size: int | None = None  # pixels per side; by default the model's
+    input_size: tuple[int, ...] | None = None  # channels, height and width; wins over img_size
+    crop_pct: float | None = None  # fraction of the resized image that the evaluation crop keeps
+    crop_mode: Literal["center", "squash", "border"] | None = None  # evaluation crop
+    mean: tuple[float, ...] | None = None  # of the pixel values, in 0..1, per channel
+    std: tuple[float, ...] | None = None  # of the pixel values, in 0..1, per channel
+    interpolation: Interpolation = ""  # of evaluation images; '' for the model's
+    batch_size: int = 128  # images per process and step
+    workers: int = 4  # loader processes per process; 0 loads in the main one
+    pin_mem: bool = False  # pin the loader's memory; always on for CUDA
+    channels_last: bool = False  # channels-last memory layout
+    device: str = ""  # cpu, cuda, cuda:1, mps, ...; '' for the best there is
+    device_modules: tuple[str, ...] = ()  # modules to import before the model is created
+    amp: bool = False  # mixed precision
+    amp_dtype: AmpDtype = "float16"  # float16 or bfloat16
+    torchcompile: str | None = None  # compile the model; the bare flag means backend inductor
+    torchcompile_mode: str | None = None  # mode of torch.compile
+    trust_checkpoint: bool = False  # allow checkpoints that run code when unpickled
+    seed: int = 42  # of every random draw
+    log_interval: int = 50  # steps between log lines
+
+    ALIASES: ClassVar[Mapping[str, Sequence[str]]] = {
+        "config": ["-c"],
+        "model": ["-m"],
+        "batch_size": ["-b"],
+        "workers": ["-j"],
+        "validation_batch_size": ["-vb"],
+        "decay_rate": ["--dr"],
+        "log_interval": ["--log-freq"],
+        "use_ema": ["--ema"],
+    }
+    BARE_VALUES: ClassVar[Mapping[str, Any]] = {"torchcompile": "inductor"}
+    REFUSED: ClassVar[Mapping[str, str]] = OUT_OF_SCOPE
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(CommonConfig):
+    """Options of a training run."""
+
+    # Data.
+    train_split: str = "train"  # folder or split to train on
+    val_split: str = "validation"  # folder or split to validate on; also finds val and valid; '' for none
+    # Weights to start from.
+    pretrained: bool = False  # start from the model's published weights
+    pretrained_path: str = ""  # weights to fine-tune: head and input channels are adapted
+    initial_checkpoint: str = ""  # weights to start from, of exactly this model
+    resume: str = ""  # checkpoint to continue, or auto: the newest of this experiment
+    no_resume_opt: bool = False  # continue the weights but not the optimizer
+    start_epoch: int | None = None  # first epoch; by default 0 or the resumed one
+    head_init_scale: float | None = None  # factor on the initial head weights
+    head_init_bias: float | None = None  # initial value of the head's biases
+    # Model.
+    validation_batch_size: int | None = None  # images per process and validation step; by default batch_size
+    grad_accum_steps: int = 1  # steps per optimizer update
+    grad_checkpointing: bool = False  # recompute activations in the backward pass
+    drop: float = 0.0  # dropout rate before the head
+    drop_path: float | None = None  # stochastic depth rate
+    drop_block: float | None = None  # drop block rate, for models that take one
+    # Optimizer.
+    opt: str = "sgd"  # timm optimizer name
+    opt_eps: float | None = None  # by default the optimizer's
+    opt_betas: tuple[float, ...] | None = None  # by default the optimizer's
+    opt_kwargs: dict[str, Any] = field(default_factory=dict)  # key=value pairs for the optimizer
+    momentum: float = 0.9  # of optimizers that have one
+    weight_decay: float = 2e-5  # not applied to biases and norms
+    clip_grad: float | None = None  # gradient clipping: norm, value or factor, as clip_mode says
+    clip_mode: Literal["norm", "value", "agc"] = "norm"  # norm, value or agc
+    layer_decay: float | None = None  # factor on the learning rate per layer group, counted from the head
+    layer_decay_min_scale: float = 0.0  # smallest factor that layer_decay reaches
+    layer_decay_no_opt_scale: float | None = None  # groups below this factor are not trained
+    # Schedule.
+    sched: str = "cosine"  # cosine, tanh, step, multistep, plateau, poly, constant, wsd, rsqrt or none
+    sched_on_updates: bool = False  # change the rate on every update, not every epoch
+    lr: float | None = None  # learning rate; by default from lr_base
+    lr_base: float = 0.1  # learning rate at a global batch of lr_base_size
+    lr_base_size: int = 256  # images per update that lr_base is meant for
+    lr_base_scale: Literal["", "linear", "sqrt"] = ""  # how lr_base grows with the batch; '' by optimizer
+    lr_noise: tuple[float, ...] | None = None  # fractions of the run between which the rate is noisy
+    lr_noise_pct: float = 0.67  # limit of that noise
+    lr_noise_std: float = 1.0  # standard deviation of that noise
+    lr_cycle_mul: float = 1.0  # growth of a cycle's length
+    lr_cycle_decay: float = 0.5  # decay of the rate per cycle
+    lr_cycle_limit: int = 1  # number of cycles
+    lr_k_decay: float = 1.0  # k-decay of cosine and poly
+    warmup_lr: float = 1e-5  # learning rate at the start of warm-up
+    min_lr: float = 0.0  # lowest learning rate
+    epochs: int = 300  # epochs of the schedule, warm-up included
+    decay_milestones: tuple[int, ...] = (90, 180, 270)  # epochs, for multistep
+    decay_epochs: float = 90.0  # epochs between decays, for step
+    warmup_epochs: int = 5  # epochs of warm-up
+    warmup_prefix: bool = False  # add the warm-up to the epochs
+    cooldown_epochs: int = 0  # epochs at min_lr after the schedule
+    patience_epochs: int = 10  # epochs without progress before a decay, for plateau
+    decay_rate: float = 0.1  # factor per decay
+    # Augmentation and regularisation.
+    no_aug: bool = False  # resize and centre crop only
+    train_crop_mode: Literal["rrc", "rkrc", "rkrr"] | None = None  # training crop
+    scale: tuple[float, ...] = (0.08, 1.0)  # area of the training crop, as a fraction
+    ratio: tuple[float, ...] = (3 / 4, 4 / 3)  # aspect ratio of the training crop
+    hflip: float = 0.5  # probability
+    vflip: float = 0.0  # probability
+    color_jitter: float | None = 0.4  # strength; ignored with --aa unless that says otherwise
+    color_jitter_prob: float | None = None  # probability; by default always
+    grayscale_prob: float | None = None  # probability
+    gaussian_blur_prob: float | None = None  # probability
+    aa: str | None = None  # auto-augment policy, such as rand-m9-mstd0.5-inc1
+    aug_repeats: int = 0  # augmented copies of an image per epoch
+    bce_loss: bool = False  # binary cross-entropy
+    bce_sum: bool = False  # sum it over classes
+    bce_target_thresh: float | None = None  # targets above this become 1
+    reprob: float = 0.0  # probability of random erasing
+    remode: Literal["const", "rand", "pixel"] = "pixel"  # what erased pixels become
+    recount: int = 1  # most areas erased per image
+    mixup: float = 0.0  # alpha of mixup, 0 for none
+    cutmix: float = 0.0  # alpha of cutmix, 0 for none
+    cutmix_minmax: tuple[float, ...] | None = None  # smallest and largest side of the cut, as fractions
+    mixup_prob: float = 1.0  # probability of mixing at all
+    mixup_switch_prob: float = 0.5  # probability of cutmix where both are on
+    mixup_mode: Literal["batch", "pair", "elem"] = "batch"  # what shares one draw
+    mixup_off_epoch: int = 0  # epoch from which nothing is mixed, 0 for never
+    smoothing: float = 0.1  # label smoothing
+    train_interpolation: Interpolation = "random"  # of training images
+    # Batch norm and EMA.
+    sync_bn: bool = False  # batch statistics over all processes
+    dist_bn: Literal["broadcast", "reduce", ""] = "reduce"  # running statistics after an epoch
+    model_ema: bool = False  # keep an average of the weights, which is then ranked
+    model_ema_decay: float = 0.9998  # per update
+    model_ema_warmup: bool = False  # start the decay low: for short runs
+    # Run.
+    output: str = "output/train"  # folder of all experiments
+    experiment: str = ""  # folder of this one; by default date, model and size
+    checkpoint_hist: int = 10  # numbered checkpoints kept
+    recovery_interval: int = 0  # updates between recovery checkpoints, 0 for none
+    val_interval: int = 1  # epochs between validations
+    eval_metric: str = "top1"  # top1, top5 or loss: what ranks checkpoints
+    skip_nonfinite: int = 0  # non-finite updates in a row that are left out before the run stops
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateConfig(CommonConfig):
+    """Options of a validation; what is not given comes from the checkpoint."""
+
+    model: str = ""  # any timm or soft_models name; by default the checkpoint's
+    checkpoint: str = ""  # file to validate; without one the model's published weights
+    pretrained: bool = False  # use the published weights, also the default without a checkpoint
+    use_ema: bool | None = None  # averaged weights or not; by default those that the stored metric came from
+    split: str = "validation"  # folder or split; also finds val and valid
+    batch_size: int = 256  # images per process and step
+    use_train_size: bool = False  # published models: the training size, where a test size is given too
+    results_file: str = ""  # also write the result to this .json or .csv file
+
+
+def load_config(path: str | Path) -> TrainConfig:
+    """The training config that a YAML file describes.
+
+    Raises:
+        UsageError: No such file, or an unknown key or value in it.
+    """
+    return TrainConfig(**load_yaml(path, TrainConfig))
+
+
+def plain_dict(cfg: CommonConfig) -> dict[str, Any]:
+    """The options as text, numbers, lists and dicts: what YAML and checkpoints can hold."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(cfg).items()}
+
+
+def to_yaml(cfg: CommonConfig) -> str:
+    """The options as YAML that ``--config`` reads back."""
+    return yaml.safe_dump(plain_dict(cfg), sort_keys=False)

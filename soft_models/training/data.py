@@ -1,0 +1,166 @@
+"""Datasets and loaders: exact about random draws, open about broken images."""
+
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+from timm.data import create_transform
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from .config import CommonConfig, TrainConfig
+from .errors import UsageError, some_of
+from .sampling import Draw, EvalBatches, TrainBatches, seed_host
+from .sources import Source
+
+_logger = logging.getLogger(__name__)
+
+
+class Sample(NamedTuple):
+    """One decoded and transformed image."""
+
+    image: Tensor
+    target: int
+    item: int
+
+
+class Broken(NamedTuple):
+    """An image that could not be read."""
+
+    name: str
+    reason: str
+
+
+class Batch(NamedTuple):
+    """Images as bytes, their labels and indices, and which images of the batch could not be read."""
+
+    images: Tensor
+    targets: Tensor
+    indices: list[int]
+    broken: list[Broken]
+
+
+class ImageSamples(Dataset[Sample | Broken]):
+    """Transformed images of a split, each under its own seed.
+
+    Args:
+        source: Where the images come from.
+        transform: From a PIL image to a byte tensor or array.
+        mode: PIL mode that the transform expects.
+    """
+
+    def __init__(self, source: Source, transform: Callable[[Image.Image], Any], mode: str) -> None:
+        self.source, self.transform, self.mode = source, transform, mode
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, draw: Draw) -> Sample | Broken:
+        try:
+            image, target = self.source.load(draw.item, self.mode)
+        except Exception as error:  # decoders raise what they like on broken files
+            return Broken(self.source.name(draw.item), f"{type(error).__name__}: {error}")
+        seed_host(draw.seed)
+        return Sample(torch.as_tensor(self.transform(image)), target, draw.item)
+
+
+def collate(items: Sequence[Sample | Broken]) -> Batch:
+    """Batch what could be read, list what could not."""
+    samples = [item for item in items if isinstance(item, Sample)]
+    broken = [item for item in items if isinstance(item, Broken)]
+    images = torch.stack([sample.image for sample in samples]) if samples else torch.empty(0, dtype=torch.uint8)
+    targets = torch.tensor([sample.target for sample in samples], dtype=torch.long)
+    return Batch(images, targets, [sample.item for sample in samples], broken)
+
+
+class BrokenImages:
+    """Names of the images that were skipped, each reported once."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
+
+    def add(self, broken: Sequence[Broken]) -> None:
+        """Take note of a batch's broken images."""
+        for name, reason in broken:
+            if name not in self.reasons:
+                _logger.warning("skipped unreadable image %s (%s)", name, reason)
+            self.reasons[name] = reason
+
+    def report(self, split: str) -> None:
+        """Say how many there were."""
+        if self.reasons:
+            _logger.warning(
+                "%d unreadable images of %s were skipped: %s", len(self.reasons), split, some_of(self.reasons)
+            )
+
+
+def check_batch_size(length: int, batch_size: int, world_size: int, split: str) -> None:
+    """Refuse a batch that the data cannot fill.
+
+    Raises:
+        UsageError: Fewer images per process than a batch.
+    """
+    share = length // world_size
+    if batch_size < 1:
+        raise UsageError(f"--batch-size must be at least 1, got {batch_size}")
+    if share < batch_size:
+        per_rank = f", {share} for each of {world_size} processes" if world_size > 1 else ""
+        raise UsageError(
+            f"--batch-size {batch_size} is larger than the dataset: {split} has {length} images{per_rank}; lower it"
+        )
+
+
+def image_mode(in_chans: int, mode: str | None) -> str:
+    """PIL mode of images with ``in_chans`` channels.
+
+    Raises:
+        UsageError: No mode is given and none is usual for so many channels.
+    """
+    usual = {1: "L", 3: "RGB"}
+    if mode is None and in_chans not in usual:
+        raise UsageError(f"--in-chans {in_chans} needs --input-img-mode: a PIL mode with so many channels")
+    return mode or usual[in_chans]
+
+
+def train_transform(cfg: TrainConfig, data_config: dict[str, Any]) -> Callable[[Image.Image], Any]:
+    """timm's training transform, to bytes; mixing, normalising and erasing follow on the device."""
+    return create_transform(
+        data_config["input_size"], is_training=True, no_aug=cfg.no_aug, train_crop_mode=cfg.train_crop_mode,
+        scale=cfg.scale, ratio=cfg.ratio, hflip=cfg.hflip, vflip=cfg.vflip, color_jitter=cfg.color_jitter,
+        color_jitter_prob=cfg.color_jitter_prob, grayscale_prob=cfg.grayscale_prob or 0.0,
+        gaussian_blur_prob=cfg.gaussian_blur_prob or 0.0, auto_augment=cfg.aa,
+        interpolation=cfg.train_interpolation or data_config["interpolation"], mean=data_config["mean"],
+        std=data_config["std"], use_prefetcher=True,
+    )  # fmt: skip
+
+
+def eval_transform(data_config: dict[str, Any]) -> Callable[[Image.Image], Any]:
+    """timm's evaluation transform, to bytes."""
+    return create_transform(
+        data_config["input_size"], is_training=False, interpolation=data_config["interpolation"],
+        mean=data_config["mean"], std=data_config["std"], crop_pct=data_config["crop_pct"],
+        crop_mode=data_config["crop_mode"], use_prefetcher=True,
+    )  # fmt: skip
+
+
+def build_loader(
+    samples: ImageSamples, batches: TrainBatches | EvalBatches, cfg: CommonConfig, device: torch.device
+) -> DataLoader[Any]:
+    """Loader of ``batches``, with ``cfg.workers`` processes or none."""
+    return DataLoader(
+        samples, batch_sampler=batches, num_workers=cfg.workers, collate_fn=collate,
+        pin_memory=cfg.pin_mem or device.type == "cuda", persistent_workers=cfg.workers > 0,
+        worker_init_fn=_start_worker,
+        # The loader draws a base seed: from its own generator, so that the global one is left alone.
+        generator=torch.Generator().manual_seed(cfg.seed),
+    )  # fmt: skip
+
+
+def _start_worker(_: int) -> None:
+    # The main process decides when to stop, and stops the workers; a signal to the whole group must not do it first.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)

@@ -1,0 +1,117 @@
+"""Files that are whole or absent, whatever happens while they are written, and folders of one run at a time."""
+
+import csv
+import io
+import logging
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from .errors import UsageError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_logger = logging.getLogger(__name__)
+
+
+class SaveError(RuntimeError):
+    """A file could not be written; what it held before is untouched."""
+
+
+def temporary_name(path: Path) -> Path:
+    """Where a file is written before it takes its place."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def write_atomic(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Let ``write`` fill a file that takes the place of ``path`` only once it is whole and on the disk.
+
+    Raises:
+        SaveError: The disk is full, the folder read-only, or the like.
+    """
+    temporary = temporary_name(path)
+    try:
+        try:
+            with temporary.open("wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            _sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:
+        before = "the file that was there is untouched" if path.exists() else "nothing was there before"
+        raise SaveError(f"cannot write {path}: {' '.join(str(error).split())}; {before}") from error
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def publish(source: Path, target: Path) -> None:
+    """Give ``target`` the content of ``source``: by a hard link where the file system has them, else by a copy.
+
+    Raises:
+        SaveError: As in ``write_atomic``.
+    """
+    temporary = temporary_name(target)
+    try:
+        temporary.unlink(missing_ok=True)
+        os.link(source, temporary)
+        temporary.replace(target)
+        # Renaming onto another link of the same file does nothing, and leaves both names.
+        temporary.unlink(missing_ok=True)
+    except (OSError, NotImplementedError):
+        with source.open("rb") as content:
+            write_atomic(target, lambda file: shutil.copyfileobj(content, file))
+
+
+def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows with the columns that any of them has, in order of appearance.
+
+    Raises:
+        SaveError: As in ``write_atomic``.
+    """
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO(newline="")
+    table = csv.DictWriter(text, columns, lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    write_atomic(path, lambda file: file.write(text.getvalue().encode()))
+
+
+class RunLock:
+    """Keeps a second run out of a folder while this process lives.
+
+    Raises:
+        UsageError: Another run has the folder, on entering.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / ".lock"
+
+    def __enter__(self) -> "RunLock":
+        self._file = self.path.open("a")
+        try:
+            if fcntl is not None:
+                # Not flock, which the loader's processes would inherit and keep when this one is killed.
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise UsageError(f"another run is writing to {self.path.parent}; give --experiment another name") from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()

@@ -1,0 +1,109 @@
+"""Image folders: where a split lies, which images and classes it holds, and what is wrong with it."""
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from timm.data import get_img_extensions
+from timm.utils import natural_key
+
+from .errors import UsageError, some_of, suggestion
+
+_logger = logging.getLogger(__name__)
+
+SYNONYMS = (("train", "training"), ("validation", "val", "valid", "eval", "evaluation"))
+
+
+@dataclass(frozen=True)
+class FolderScan:
+    """What a split's folder holds: its images with their class names, and class folders without images."""
+
+    root: Path
+    images: list[tuple[str, str]]
+    empty: list[str]
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of the classes that have images, in timm's order (2 before 10)."""
+        return sorted({name for _, name in self.images}, key=natural_key)
+
+
+def find_split(root: str | Path, split: str) -> Path:
+    """Folder of a split in ``root``; validation may also be called val or valid.
+
+    Raises:
+        UsageError: No such folder, or no such split in it.
+    """
+    base = Path(root)
+    if not base.is_dir():
+        what = "is not a folder" if base.exists() else "does not exist"
+        raise UsageError(f"data folder {str(root)!r} {what}; give --data-dir the folder that holds the splits")
+    alike = next((names for names in SYNONYMS if split in names), ())
+    for name in dict.fromkeys((split, *alike)):
+        if (base / name).is_dir():
+            return base / name
+    present = sorted(path.name for path in base.iterdir() if path.is_dir())
+    tried = " or ".join(repr(name) for name in dict.fromkeys((split, *alike)))
+    raise UsageError(f"no folder {tried} in {root}, which holds {some_of(present) or 'no folders'}")
+
+
+def scan_folder(root: Path) -> FolderScan:
+    """Find the images below ``root``; as in timm, an image's class is the name of the folder that it lies in.
+
+    Raises:
+        UsageError: No images, or images that lie in no class folder.
+    """
+    extensions = get_img_extensions(as_set=True)
+    images: list[tuple[str, str]] = []
+    empty: list[str] = []
+    for folder, subfolders, files in os.walk(root, followlinks=True):
+        found = [name for name in files if os.path.splitext(name)[1].lower() in extensions]  # noqa: PTH122 (speed)
+        if found and Path(folder) == root:
+            raise UsageError(f"{root} holds images outside class folders, such as {found[0]}; sort them by class")
+        if not found and not subfolders:
+            empty.append(Path(folder).name)
+        label = Path(folder).name
+        images.extend((os.path.join(folder, name), label) for name in found)  # noqa: PTH118 (speed)
+    if not images:
+        raise UsageError(f"{root} holds no images; it needs one folder per class with {some_of(sorted(extensions))}")
+    images.sort(key=lambda image: natural_key(image[0]))
+    return FolderScan(root, images, sorted(empty, key=natural_key))
+
+
+def read_class_map(path: str) -> list[str]:
+    """Class names in label order from a text file with one name per line.
+
+    Raises:
+        UsageError: The file cannot be read, is empty, or names a class twice.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the class map {path!r}: {error}") from None
+    names = [line.strip() for line in lines if line.strip()]
+    if not names or len(set(names)) != len(names):
+        raise UsageError(
+            f"class map {path!r} must name each class once, got {len(names)} lines, {len(set(names))} names"
+        )
+    return names
+
+
+def label_images(scan: FolderScan, classes: Sequence[str]) -> list[tuple[str, int]]:
+    """Images of a split with their labels, which are positions in ``classes`` whatever the split itself holds.
+
+    Raises:
+        UsageError: The split has a class that is not among ``classes``.
+    """
+    labels = {name: label for label, name in enumerate(classes)}
+    unknown = [name for name in scan.classes if name not in labels]
+    if unknown:
+        raise UsageError(
+            f"{scan.root} has classes unknown to the model: {some_of(unknown)}{suggestion(unknown[0], classes)}; "
+            f"it knows {len(classes)}: {some_of(classes)}"
+        )
+    absent = [name for name in classes if name not in set(scan.classes)]
+    if absent:
+        _logger.warning("%s has no images of %d classes: %s; labels stay", scan.root, len(absent), some_of(absent))
+    return [(path, labels[name]) for path, name in scan.images]

@@ -1,0 +1,228 @@
+"""Creating the model that a config names, with the weights that it names."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import timm
+import torch
+from timm.data import resolve_data_config
+from timm.models import get_pretrained_cfg, is_model
+from timm.optim import list_optimizers
+from torch import nn
+
+from .checkpoints import OURS, check_architecture, choose_weights, load_exactly, read_checkpoint
+from .config import EVAL_METRICS, CommonConfig, TrainConfig
+from .errors import UsageError, some_of, suggestion
+
+_logger = logging.getLogger(__name__)
+
+SCHEDULERS = ("cosine", "tanh", "step", "multistep", "plateau", "poly", "constant", "wsd", "rsqrt", "none")
+IMG_MEAN_RULE = "one value, or one for each of the image channels"
+
+
+def check_model_name(name: str) -> None:
+    """Refuse a model that timm does not know.
+
+    Raises:
+        UsageError: It does not.
+    """
+    if not name.startswith(("hf-hub:", "hf_hub:", "local-dir:")) and not is_model(name):
+        raise UsageError(f"unknown model {name!r}{suggestion(name, timm.list_models())}")
+
+
+def check_names(cfg: TrainConfig) -> None:
+    """Refuse misspelt names of model, optimizer, schedule and metric.
+
+    Raises:
+        UsageError: One is not known.
+    """
+    check_model_name(cfg.model)
+    for flag, value, choices in (
+        ("--opt", cfg.opt.lower(), [*list_optimizers(), *(f"lookahead_{name}" for name in list_optimizers())]),
+        ("--sched", cfg.sched, SCHEDULERS),
+        ("--eval-metric", cfg.eval_metric, EVAL_METRICS),
+    ):
+        if value not in choices:
+            listed = f"; choose one of {', '.join(choices)}" if len(choices) < 20 else ""
+            raise UsageError(f"unknown {flag} {value!r}{suggestion(value, choices) or listed}")
+    if cfg.layer_decay is not None and cfg.sched == "none":
+        raise UsageError(
+            "--layer-decay is applied by the schedule, so --sched none leaves it without effect; use cosine"
+        )
+
+
+def spatial_size(cfg: CommonConfig) -> tuple[int, int] | None:
+    """Height and width asked for, if any.
+
+    Raises:
+        UsageError: ``input_size`` is not channels, height and width.
+    """
+    if cfg.input_size is not None:
+        if len(cfg.input_size) != 3:
+            raise UsageError(f"--input-size takes channels, height and width, got {list(cfg.input_size)}")
+        return cfg.input_size[1], cfg.input_size[2]
+    return (cfg.img_size, cfg.img_size) if cfg.img_size else None
+
+
+def model_arguments(cfg: CommonConfig, num_classes: int | None) -> dict[str, Any]:
+    """What ``timm.create_model`` takes to build the architecture; enough to build it again from a checkpoint."""
+    arguments = {
+        "num_classes": num_classes,
+        "in_chans": cfg.input_size[0] if cfg.input_size else cfg.in_chans,
+        "global_pool": cfg.gp,
+        **cfg.model_kwargs,
+    }
+    size, known = spatial_size(cfg), get_pretrained_cfg(cfg.model, allow_unregistered=True)
+    if size and "img_size" not in cfg.model_kwargs and known is not None and known.fixed_input_size:
+        arguments["img_size"] = size
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def create_model(name: str, arguments: Mapping[str, Any], **more: Any) -> Any:
+    """``timm.create_model`` with its complaints as one line.
+
+    Raises:
+        UsageError: The model does not take the arguments, or has no published weights.
+    """
+    try:
+        return timm.create_model(name, **arguments, **more)
+    except (TypeError, ValueError, RuntimeError, AssertionError, OSError) as error:
+        raise UsageError(f"cannot create {name}: {' '.join(str(error).split())}") from error
+
+
+def build_train_model(cfg: TrainConfig, num_classes: int | None) -> Any:
+    """The model to train, with the weights that it starts from.
+
+    Raises:
+        UsageError: The model or its weights are not as asked for.
+    """
+    arguments = model_arguments(cfg, num_classes)
+    rates = {"drop_rate": cfg.drop, "drop_path_rate": cfg.drop_path, "drop_block_rate": cfg.drop_block}
+    if cfg.pretrained_path:
+        model = _adapt_weights(cfg, arguments, rates)
+    else:
+        model = create_model(cfg.model, arguments, pretrained=cfg.pretrained, **rates)
+    if cfg.initial_checkpoint:
+        _load_initial(cfg, model)
+    _scale_head(cfg, model)
+    if cfg.grad_checkpointing:
+        model.set_grad_checkpointing(enable=True)
+    return model
+
+
+def _load_initial(cfg: TrainConfig, model: nn.Module) -> None:
+    path = cfg.initial_checkpoint
+    checkpoint = read_checkpoint(path, cfg.trust_checkpoint)
+    check_architecture(checkpoint, cfg.model, path)
+    key, weights = choose_weights(checkpoint, None, path)
+    load_exactly(model, weights, path, advice="--pretrained-path adapts head and input channels")
+    _logger.info("loaded all %d tensors of %s from %s", len(weights), key or "the weights", path)
+
+
+def _adapt_weights(cfg: TrainConfig, arguments: Mapping[str, Any], rates: Mapping[str, Any]) -> Any:
+    """Load through timm's pretrained path, which renames, resizes, and leaves out a head of other classes."""
+    path = cfg.pretrained_path
+    checkpoint = read_checkpoint(path, cfg.trust_checkpoint)
+    check_architecture(checkpoint, cfg.model, path)
+    key, weights = choose_weights(checkpoint, None, path)
+    known = get_pretrained_cfg(cfg.model, allow_unregistered=True)
+    overlay = {"state_dict": dict(weights), "num_classes": _head_classes(weights, known), "custom_load": False}
+    with _recording_loads() as results:
+        model = create_model(cfg.model, arguments, pretrained=True, pretrained_cfg_overlay=overlay, **rates)
+    model.pretrained_cfg.pop("state_dict", None)  # or every copy of the model would carry the weights along
+    heads = tuple(_names(model.pretrained_cfg.get("classifier")) + _names(model.pretrained_cfg.get("first_conv")))
+    missing = [name for result in results for name in result.missing_keys if not name.startswith(heads or ("\0",))]
+    if missing:
+        raise UsageError(f"{path} does not fit {cfg.model}: {len(missing)} tensors missing: {some_of(missing, 3)}")
+    new = [name for result in results for name in result.missing_keys]
+    _logger.info("loaded %s of %s; new: %s", key or "the weights", path, some_of(new) or "nothing")
+    return model
+
+
+def _names(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or ())
+
+
+def _head_classes(weights: Mapping[str, Any], known: Any) -> int:
+    """Classes of the head in a file, or -1, which always makes a new head."""
+    names = _names(known.classifier) if known is not None else []
+    heads = [weights[f"{name}.weight"] for name in names if f"{name}.weight" in weights]
+    return int(heads[0].shape[0]) if heads else -1
+
+
+@contextmanager
+def _recording_loads() -> Iterator[list[Any]]:
+    """Results of every ``load_state_dict`` inside: timm logs them, and goes on with whatever was loaded."""
+    results: list[Any] = []
+    original = nn.Module.load_state_dict
+
+    def recorded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        results.append(result)
+        return result
+
+    with mock.patch.object(nn.Module, "load_state_dict", recorded):
+        yield results
+
+
+def _scale_head(cfg: TrainConfig, model: Any) -> None:
+    head = model.get_classifier() if hasattr(model, "get_classifier") else None
+    if not isinstance(head, nn.Linear | nn.Conv2d):
+        return
+    with torch.no_grad():
+        if cfg.head_init_scale is not None:
+            head.weight.mul_(cfg.head_init_scale)
+            if head.bias is not None:
+                head.bias.mul_(cfg.head_init_scale)
+        if cfg.head_init_bias is not None and head.bias is not None:
+            head.bias.fill_(cfg.head_init_bias)
+
+
+def input_config(
+    cfg: CommonConfig, model: nn.Module, stored: Mapping[str, Any] | None = None, use_test_size: bool = False
+) -> dict[str, Any]:
+    """Size, crop and normalisation of the model's images: options given, else those stored, else the model's own.
+
+    Raises:
+        UsageError: A mean or deviation for another number of channels.
+    """
+    given: dict[str, Any] = {**(stored or {})}
+    options = {name: getattr(cfg, name) for name in ("crop_pct", "crop_mode", "mean", "std", "interpolation")}
+    given.update({name: value for name, value in options.items() if value})
+    in_chans = model_channels(model, cfg)
+    size = spatial_size(cfg)
+    if size:
+        given["input_size"] = (in_chans, *size)
+    for name in ("mean", "std"):
+        if given.get(name) and len(given[name]) not in (1, in_chans):
+            raise UsageError(f"--{name} takes {IMG_MEAN_RULE} ({in_chans}), got {list(given[name])}")
+    own = dict(getattr(model, "pretrained_cfg", {}))
+    resolved = resolve_data_config({**given, "in_chans": in_chans}, pretrained_cfg=own, use_test_size=use_test_size)
+    resolved["input_size"] = (in_chans, *resolved["input_size"][1:])
+    for name in ("mean", "std"):
+        values = resolved[name]
+        resolved[name] = tuple(values) if len(values) == in_chans else (sum(values) / len(values),) * in_chans
+    return resolved
+
+
+def model_channels(model: nn.Module, cfg: CommonConfig) -> int:
+    """Image channels that the model takes."""
+    asked = cfg.input_size[0] if cfg.input_size else cfg.in_chans
+    return int(getattr(model, "in_chans", None) or asked or 3)
+
+
+def rebuild_arguments(checkpoint: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Constructor arguments of a checkpoint's model; names of files in them are left out, and never followed."""
+    stored = (checkpoint.get(OURS) or {}).get("model_args")
+    if stored is None:
+        stored = {
+            "num_classes": options.get("num_classes"),
+            "in_chans": options.get("in_chans"),
+            "global_pool": options.get("gp"),
+            **(options.get("model_kwargs") or {}),
+        }
+    unsafe = ("pretrained", "checkpoint_path", "cache_dir")
+    return {name: value for name, value in stored.items() if value is not None and not name.startswith(unsafe)}

@@ -1,0 +1,71 @@
+"""What is settled before a model is built: options, data and checkpoint, checked against each other."""
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .checkpoints import Checkpoint
+from .config import TrainConfig
+from .data import check_batch_size
+from .errors import UsageError
+from .learner import global_rate
+from .models import check_names
+from .resume import check_resume, find_resume
+from .runtime import Runtime
+from .sources import Split, open_train_splits
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is settled, and checked, before the model is built."""
+
+    cfg: TrainConfig
+    runtime: Runtime
+    train: Split
+    val: Split | None
+    resume: tuple[Path, Checkpoint] | None
+
+    @property
+    def decreasing(self) -> bool:
+        """Whether a lower metric is better."""
+        return self.val is None or self.cfg.eval_metric == "loss"
+
+
+def make_plan(cfg: TrainConfig, runtime: Runtime) -> Plan:
+    """Check the configuration against names, data and checkpoint.
+
+    Raises:
+        UsageError: Something does not fit.
+    """
+    check_names(cfg)
+    for name in ("epochs", "grad_accum_steps", "checkpoint_hist", "val_interval", "batch_size"):
+        if getattr(cfg, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(cfg, name)}")
+    splits = open_train_splits(cfg)
+    check_batch_size(len(splits[0].source), cfg.batch_size, runtime.world_size, splits[0].name)
+    cfg = replace(cfg, num_classes=head_classes(cfg, splits[0].classes), lr=global_rate(cfg, runtime.world_size))
+    folder = Path(cfg.output) / cfg.experiment if cfg.experiment else None
+    found = find_resume(cfg, folder)
+    if found:
+        check_resume(found[1], cfg, splits[0].classes, found[0])
+    return Plan(cfg, runtime, *splits, found)
+
+
+def head_classes(cfg: TrainConfig, classes: tuple[str, ...] | None) -> int | None:
+    """Classes of the head: as given, else those of the data.
+
+    Raises:
+        UsageError: Fewer than the data have.
+    """
+    if classes is None:
+        return cfg.num_classes
+    if cfg.num_classes is None:
+        _logger.info("--num-classes not given: %d, as in the data", len(classes))
+        return len(classes)
+    if cfg.num_classes < len(classes):
+        raise UsageError(f"--num-classes {cfg.num_classes} is too small: the data have {len(classes)} classes")
+    if cfg.num_classes > len(classes):
+        _logger.warning("--num-classes %d is more than the data have: %d", cfg.num_classes, len(classes))
+    return cfg.num_classes

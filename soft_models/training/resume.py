@@ -1,0 +1,131 @@
+"""Continuing a run: which checkpoint, whether it fits, and putting everything back in its place."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .checkpoints import (
+    OURS,
+    Checkpoint,
+    check_architecture,
+    choose_weights,
+    load_exactly,
+    read_checkpoint,
+    stored_extras,
+)
+from .config import TrainConfig
+from .engine import Position
+from .errors import UsageError, some_of
+from .learner import Learner
+from .runtime import Runtime
+from .saver import LAST, recovery_files
+
+_logger = logging.getLogger(__name__)
+
+
+def find_resume(cfg: TrainConfig, folder: Path | None) -> tuple[Path, Checkpoint] | None:
+    """The checkpoint to continue from, read; with ``auto`` the newest in ``folder``, if there is one.
+
+    Raises:
+        UsageError: No such file, or an experiment's folder is about to be overwritten.
+    """
+    if not cfg.resume:
+        if folder is not None and ((folder / LAST).exists() or recovery_files(folder)):
+            raise UsageError(
+                f"{folder} holds an earlier run: continue it with --resume auto, or give --experiment another name"
+            )
+        return None
+    if cfg.resume != "auto":
+        return Path(cfg.resume), read_checkpoint(cfg.resume, cfg.trust_checkpoint)
+    if folder is None:
+        raise UsageError("--resume auto needs --experiment, which names the folder to look in")
+    paths = [path for path, _ in recovery_files(folder)[:1]] + [folder / LAST]
+    found = [(path, read_checkpoint(path, cfg.trust_checkpoint)) for path in paths if path.exists()]
+    if not found:
+        _logger.info("nothing to resume in %s yet: starting", folder)
+        return None
+    return max(found, key=lambda item: (stored_position(item[1]).epoch, stored_position(item[1]).step))
+
+
+def check_resume(checkpoint: Checkpoint, cfg: TrainConfig, classes: tuple[str, ...] | None, path: Path) -> None:
+    """Refuse a checkpoint of another model, of other classes, or without weights.
+
+    Raises:
+        UsageError: It is one.
+    """
+    check_architecture(checkpoint, cfg.model, path)
+    choose_weights(checkpoint, False, path)
+    known = stored_extras(checkpoint).get("classes")
+    if known and classes and list(known) != list(classes):
+        differing = [name for name in (*known, *classes) if name not in known or name not in classes]
+        raise UsageError(f"{path} was trained on other classes; not in both: {some_of(differing) or 'another order'}")
+
+
+def stored_position(checkpoint: Checkpoint) -> Position:
+    """Where a checkpoint's run is; that of timm's files is the epoch after theirs."""
+    stored = (checkpoint.get(OURS) or {}).get("position")
+    if stored is None:
+        epoch = checkpoint.get("epoch", -1)
+        return Position(epoch=epoch + 1 if checkpoint.get("version", 1) > 1 else max(epoch, 0))
+    return Position(**{key: value for key, value in stored.items() if key not in ("sums", "steps")})
+
+
+def restore(
+    learner: Learner, checkpoint: Checkpoint, cfg: TrainConfig, runtime: Runtime, path: Path, steps: int
+) -> Position:
+    """Put a checkpoint's state into ``learner`` and return the position to go on from.
+
+    Raises:
+        UsageError: It does not fit.
+    """
+    updates_per_epoch = -(-steps // cfg.grad_accum_steps)
+    _, weights = choose_weights(checkpoint, False, path)
+    load_exactly(learner.model, weights, path, advice="resume needs the same head; --pretrained-path adapts it")
+    _restore_ema(learner, checkpoint, path)
+    extras = stored_extras(checkpoint)
+    if not cfg.no_resume_opt and "optimizer" in checkpoint:
+        rate = checkpoint["optimizer"]["param_groups"][0]["lr"]
+        learner.load_optimizer(checkpoint["optimizer"], str(path))
+        learner.load_scheduler(extras.get("scheduler") or {})
+        if learner.scaler.is_enabled() and checkpoint.get("amp_scaler"):
+            learner.scaler.load_state_dict(checkpoint["amp_scaler"])
+    else:
+        rate = None
+    position = stored_position(checkpoint)
+    if cfg.start_epoch is not None:
+        position = Position(epoch=cfg.start_epoch)
+    if position.step:
+        _restore_sums(position, extras, runtime, path, steps)
+    position.updates = position.epoch * updates_per_epoch + -(-position.step // cfg.grad_accum_steps)
+    learner.set_rate(position.epoch, position.updates)
+    new_rate = learner.optimizer.param_groups[0]["lr"]
+    if rate is not None and abs(new_rate - rate) > 1e-9 * max(abs(rate), abs(new_rate)):
+        _logger.warning("learning rate changes on resume from %.6g to %.6g: schedule options differ", rate, new_rate)
+    _logger.info("resumed %s: epoch %d, step %d", path, position.epoch, position.step)
+    return position
+
+
+def _restore_ema(learner: Learner, checkpoint: Checkpoint, path: Path) -> None:
+    if learner.ema is None:
+        return
+    if checkpoint.get("state_dict_ema") is None and checkpoint.get("model_ema") is None:
+        learner.ema.set(learner.model)
+        _logger.warning("%s has no averaged weights: the average starts from its weights", path)
+        return
+    load_exactly(learner.ema.module, choose_weights(checkpoint, True, path)[1], path)
+
+
+def _restore_sums(position: Position, extras: Mapping[str, Any], runtime: Runtime, path: Path, steps: int) -> None:
+    sums, stored_steps = extras["position"]["sums"], extras["position"]["steps"]
+    if stored_steps != steps:
+        raise UsageError(
+            f"{path} lies within an epoch of {stored_steps} steps, an epoch is now {steps}; give the same data and "
+            f"--batch-size, or resume from {LAST}"
+        )
+    if len(sums) != runtime.world_size:
+        raise UsageError(
+            f"{path} lies within an epoch of {len(sums)} processes, this run has {runtime.world_size}; start as many, "
+            f"or resume from {LAST}"
+        )
+    position.loss_sum, position.samples = sums[runtime.rank]

@@ -1,0 +1,229 @@
+"""A training run: its parts put together, and its epochs trained, validated, logged and saved."""
+
+import logging
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.utils import distribute_bn
+from torch import nn
+from torch.utils.data import DataLoader
+
+from .augment import BatchTransform, build_train_transform
+from .checkpoints import FORMAT, OURS, Checkpoint, read_checkpoint
+from .config import plain_dict
+from .data import BrokenImages, ImageSamples, build_loader, eval_transform, image_mode, train_transform
+from .engine import EvalResult, Position, TrainSetup, evaluate, train_one_epoch
+from .learner import Learner, build_learner, wrap
+from .models import input_config, model_arguments
+from .plan import Plan
+from .resume import restore
+from .runtime import Runtime, StopRequest
+from .sampling import EvalBatches, TrainBatches
+from .saver import BEST, LAST, CheckpointSaver
+from .scalars import ScalarLog
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """A run in progress."""
+
+    plan: Plan
+    folder: Path
+    learner: Learner
+    setup: TrainSetup
+    batches: TrainBatches
+    val_loader: DataLoader[Any] | None
+    val_transform: BatchTransform
+    position: Position
+    saver: CheckpointSaver
+    extras: dict[str, Any]
+    stop: StopRequest
+    scalars: ScalarLog | None = None
+    val_broken: BrokenImages = field(default_factory=BrokenImages)
+
+
+def build_run(plan: Plan, model: nn.Module, folder: Path, stop: StopRequest) -> Run:
+    """Loaders, learner and saver, at the position to start from."""
+    cfg, runtime = plan.cfg, plan.runtime
+    data_config = input_config(cfg, model)
+    _logger.info("images: %s", ", ".join(f"{name} {value}" for name, value in data_config.items()))
+    device, mode = runtime.device, image_mode(data_config["input_size"][0], cfg.input_img_mode)
+    samples = ImageSamples(plan.train.source, train_transform(cfg, data_config), mode)
+    batches = TrainBatches(
+        len(samples), cfg.batch_size, cfg.seed, runtime.rank, runtime.world_size, repeats=cfg.aug_repeats
+    )
+    transform = build_train_transform(cfg, device, data_config, int(getattr(model, "num_classes", 0)))
+    updates_per_epoch = -(-len(batches) // cfg.grad_accum_steps)
+    learner = build_learner(cfg, model, transform.mixup is not None, runtime, updates_per_epoch)
+    saver = CheckpointSaver(folder, plan.decreasing, cfg.checkpoint_hist)
+    position = Position(epoch=cfg.start_epoch or 0, updates=(cfg.start_epoch or 0) * updates_per_epoch)
+    if plan.resume:
+        path, checkpoint = plan.resume
+        position = restore(learner, checkpoint, cfg, runtime, path, len(batches))
+        restore_saver(saver, checkpoint, path, runtime)
+    else:
+        learner.set_rate(position.epoch, position.updates)
+    wrap(learner, runtime)
+    setup = TrainSetup(
+        build_loader(samples, batches, cfg, device), transform, runtime, cfg.seed, cfg.grad_accum_steps,
+        cfg.skip_nonfinite, cfg.log_interval, plan.train.source.name,
+    )  # fmt: skip
+    extras = {
+        "format": FORMAT,
+        "classes": list(plan.train.classes) if plan.train.classes else None,
+        "data_config": {key: list(value) if isinstance(value, tuple) else value for key, value in data_config.items()},
+        "input_img_mode": mode,
+        "model_args": model_arguments(cfg, cfg.num_classes),
+        "ranked": "state_dict_ema" if cfg.model_ema else "state_dict",
+        "metrics": {},
+        "versions": {"torch": str(torch.__version__), "timm": str(timm.__version__)},
+    }
+    return Run(
+        plan, folder, learner, setup, batches, val_loader(plan, data_config, mode),
+        BatchTransform(device, data_config, channels_last=cfg.channels_last), position, saver, extras, stop,
+    )  # fmt: skip
+
+
+def val_loader(plan: Plan, data_config: dict[str, Any], mode: str) -> DataLoader[Any] | None:
+    """Loader of this process's share of the validation split, if there is one."""
+    if plan.val is None:
+        return None
+    cfg, runtime = plan.cfg, plan.runtime
+    samples = ImageSamples(plan.val.source, eval_transform(data_config), mode)
+    size = cfg.validation_batch_size or cfg.batch_size
+    batches = EvalBatches(len(samples), size, runtime.rank, runtime.world_size)
+    return build_loader(samples, batches, cfg, runtime.device)
+
+
+def restore_saver(saver: CheckpointSaver, checkpoint: Checkpoint, path: Path, runtime: Runtime) -> None:
+    """Go on with the bookkeeping, and finish what a killed process had begun in the same folder."""
+    same_folder = path.resolve().parent == saver.folder.resolve()
+    state = checkpoint.get("saver") or {}
+    saver.load_state_dict(state, same_folder)
+    if not (same_folder and runtime.is_primary):
+        return
+    if (saver.folder / BEST).exists():
+        saver.keep_better(read_checkpoint(saver.folder / BEST).get("metric"))
+    epoch, _ = state.get("pending") or (None, None)
+    if epoch is not None and path.name == LAST:
+        saver.reconcile(epoch)
+
+
+def run_epochs(run: Run) -> int:
+    """Train, validate and save, epoch by epoch; see ``train`` for what is returned."""
+    runtime, position, learner = run.plan.runtime, run.position, run.learner
+    while position.epoch < learner.num_epochs:
+        run.batches.set_position(position.epoch, position.step)
+        if run.setup.transform.mixup is not None and run.plan.cfg.mixup_off_epoch:
+            run.setup.transform.mixup.mixup_enabled = position.epoch < run.plan.cfg.mixup_off_epoch
+        rate = train_one_epoch(learner, run.setup, position, lambda _: after_update(run))
+        if rate is not None and runtime.world_size > 1 and run.plan.cfg.dist_bn:
+            distribute_bn(learner.model, runtime.world_size, run.plan.cfg.dist_bn == "reduce")
+        if rate is None or runtime.any_rank(bool(run.stop.number)):
+            return stop_run(run)
+        finish_epoch(run, rate)
+    return 0
+
+
+def after_update(run: Run) -> bool:
+    """Save a recovery checkpoint where one is due; whether the run has to stop."""
+    interval = run.plan.cfg.recovery_interval
+    if interval and run.position.updates % interval == 0:
+        save_recovery(run)
+    return run.plan.runtime.any_rank(bool(run.stop.number))
+
+
+def stop_run(run: Run) -> int:
+    """Save the position and return the exit code of the signal."""
+    path = save_recovery(run)
+    _logger.warning("stopped in epoch %d; --resume auto goes on from %s", run.position.epoch, path)
+    return 128 + (run.stop.number or int(signal.SIGTERM))
+
+
+def save_recovery(run: Run) -> Path | None:
+    """Save the position within the epoch; all processes must call."""
+    state = checkpoint_state(run)
+    if not run.plan.runtime.is_primary:
+        return None
+    return run.saver.save_recovery(state, run.position.epoch, run.position.step)
+
+
+def checkpoint_state(run: Run) -> dict[str, Any]:
+    """Content of a checkpoint: timm's keys, and ours under one of our own; all processes must call."""
+    cfg, position = run.plan.cfg, run.position
+    sums = run.plan.runtime.gather([position.loss_sum, position.samples]).tolist()
+    where = {"epoch": position.epoch, "step": position.step, "steps": len(run.batches), "sums": sums}
+    return {
+        "arch": cfg.model,
+        "args": plain_dict(cfg),
+        "version": 2,
+        **run.learner.state_dict(),
+        OURS: {
+            **run.extras,
+            "position": {**where, "nonfinite": position.nonfinite},
+            "scheduler": run.learner.scheduler_state(),
+        },
+    }
+
+
+def finish_epoch(run: Run, rate: float) -> None:
+    """Validate, log and save the epoch that was trained, and move on to the next."""
+    position, learner, plan = run.position, run.learner, run.plan
+    epoch = position.epoch
+    loss_sum, samples = plan.runtime.gather([position.loss_sum, position.samples]).double().sum(0).tolist()
+    train_loss = loss_sum / max(samples, 1)
+    if epoch == 0:
+        run.setup.broken.report(plan.train.name)
+    row: dict[str, Any] = {"epoch": epoch, "train_loss": train_loss}
+    results = validate_epoch(run)
+    for prefix, result in results.items():
+        row.update({f"{prefix}_{name}": value for name, value in result.metrics().items()})
+    row["lr"] = learner.lr
+    metric = train_loss if plan.val is None else row.get(f"eval_{plan.cfg.eval_metric}")
+    if learner.scheduler is not None:
+        learner.scheduler.step(epoch + 1, metric)
+    position.next_epoch()
+    run.extras["metrics"] = {name: value for name, value in row.items() if name.startswith("eval_")}
+    state = checkpoint_state(run)
+    if not plan.runtime.is_primary:
+        return
+    if run.scalars is not None:
+        scalars = {name: value for name, value in row.items() if name != "epoch"}
+        run.scalars.add(epoch, {**scalars, "images_per_second": rate})
+    run.saver.save_epoch(state, epoch, metric, row)
+    values = ", ".join(f"{name} {value:.4g}" for name, value in row.items() if name != "epoch")
+    _logger.info("epoch %d: %s, %.0f img/s", epoch, values, rate)
+
+
+def validate_epoch(run: Run) -> dict[str, EvalResult]:
+    """Results by column prefix: ``eval`` is what ranks, the averaged weights where there are any."""
+    cfg, learner, runtime = run.plan.cfg, run.learner, run.plan.runtime
+    is_due = (run.position.epoch + 1) % cfg.val_interval == 0 or run.position.epoch + 1 == learner.num_epochs
+    if run.val_loader is None or run.plan.val is None or not is_due:
+        return {}
+    models = {"eval": learner.model}
+    if learner.ema is not None:
+        if runtime.world_size > 1 and cfg.dist_bn:
+            distribute_bn(learner.ema.module, runtime.world_size, False)
+        models = {"eval": learner.ema.module, "eval_raw": learner.model}
+    results = {}
+    for prefix, model in models.items():
+        results[prefix] = evaluate(
+            model,
+            run.val_loader,
+            run.val_transform,
+            runtime,
+            learner.autocast,
+            run.val_broken,
+            prefix,
+            cfg.log_interval,
+        )
+    if run.position.epoch == 0:
+        run.val_broken.report(run.plan.val.name)
+    return results

@@ -1,0 +1,25 @@
+"""What the mains of the scripts share."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+
+from .engine import NonFiniteError
+from .errors import UsageError
+from .files import SaveError
+
+_logger = logging.getLogger(__name__)
+
+
+def run_script(name: str, work: Callable[[], int]) -> int:
+    """Exit code of ``work``: 2 and one line for a caller's mistake, 1 and one line for a run that had to stop."""
+    try:
+        return work()
+    except UsageError as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            sys.stderr.write(f"{name}: error: {error}\n")
+        return 2
+    except (SaveError, NonFiniteError) as error:
+        sys.stderr.write(f"{name}: stopped: {error}\n")
+        return 1

@@ -1,0 +1,163 @@
+"""Where images come from: the splits of a folder or of a named dataset, opened strictly."""
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image
+from timm.data import create_dataset
+from torch.utils.data import IterableDataset
+
+from .config import CommonConfig, TrainConfig, ValidateConfig
+from .errors import UsageError, some_of
+from .folders import FolderScan, find_split, label_images, read_class_map, scan_folder
+from .images import read_image
+
+_logger = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """Images by index, whatever they are stored in."""
+
+    def __len__(self) -> int: ...
+
+    def load(self, index: int, mode: str) -> tuple[Image.Image, int]:
+        """The image in PIL ``mode``, and its label."""
+
+    def name(self, index: int) -> str:
+        """What to call the image in messages."""
+
+
+class FolderSource:
+    """Image files with their labels."""
+
+    def __init__(self, images: Sequence[tuple[str, int]]) -> None:
+        # Arrays: loader processes that touch a list of a million tuples end up copying it.
+        self.paths = np.array([os.fsencode(path) for path, _ in images])
+        self.labels = np.array([label for _, label in images])
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def load(self, index: int, mode: str) -> tuple[Image.Image, int]:
+        return read_image(self.name(index), mode), int(self.labels[index])
+
+    def name(self, index: int) -> str:
+        return os.fsdecode(self.paths[index])
+
+
+class NamedSource:
+    """A dataset that timm's ``create_dataset`` makes from a name such as torch/cifar10 or hfds/NAME."""
+
+    def __init__(self, dataset: Any, title: str) -> None:
+        self.dataset, self.title = dataset, title
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def load(self, index: int, mode: str) -> tuple[Image.Image, int]:
+        # Past timm's own ImageDataset, which puts a neighbour in the place of an image that it cannot read.
+        image, target, *_ = self.dataset.reader[index] if hasattr(self.dataset, "reader") else self.dataset[index]
+        if not isinstance(image, Image.Image):
+            return read_image(image, mode), int(target)
+        return image.convert(mode), int(target)
+
+    def name(self, index: int) -> str:
+        return f"{self.title}[{index}]"
+
+
+@dataclass(frozen=True)
+class Split:
+    """A split that can be read, and its classes in label order (none where the dataset does not tell)."""
+
+    name: str
+    source: Source
+    classes: tuple[str, ...] | None
+
+
+def open_train_splits(cfg: TrainConfig) -> tuple[Split, Split | None]:
+    """The training split and, unless ``val_split`` is empty, the validation split with the same labels.
+
+    Raises:
+        UsageError: A folder, split or class is missing or wrong.
+    """
+    if not cfg.data_dir and not cfg.dataset.startswith("hfds/"):
+        raise UsageError("no data: give --data-dir the folder that holds the splits")
+    if cfg.dataset:
+        train = _open_named(cfg, cfg.train_split, is_training=True)
+        return train, _open_named(cfg, cfg.val_split, is_training=False) if cfg.val_split else None
+    folder = find_split(cfg.data_dir, cfg.train_split)
+    held_out = _find_val(cfg, folder)
+    scan = scan_folder(folder)
+    classes = read_class_map(cfg.class_map) if cfg.class_map else scan.classes
+    if scan.empty:
+        _logger.warning("%s has class folders without images: %s", scan.root, some_of(scan.empty))
+    train = _folder_split(scan, classes)
+    return train, _folder_split(scan_folder(held_out), classes) if held_out else None
+
+
+def _find_val(cfg: TrainConfig, train_folder: Path) -> Path | None:
+    if not cfg.val_split:
+        return None
+    try:
+        folder = find_split(cfg.data_dir, cfg.val_split)
+    except UsageError as error:
+        raise UsageError(f"{error}; name one with --val-split, or train without validation: --val-split ''") from None
+    if folder.samefile(train_folder):
+        raise UsageError(f"--val-split {cfg.val_split!r} is the training split; validation needs other images")
+    return folder
+
+
+def open_eval_split(cfg: ValidateConfig, classes: Sequence[str] | None) -> Split:
+    """The split to validate, labelled by ``classes``, else by the class map, else by the training folder beside it.
+
+    Raises:
+        UsageError: A folder, split or class is missing or wrong.
+    """
+    if not cfg.data_dir and not cfg.dataset.startswith("hfds/"):
+        raise UsageError("no data: give --data-dir the folder that holds the splits")
+    if cfg.dataset:
+        return _open_named(cfg, cfg.split, is_training=False)
+    scan = scan_folder(_eval_folder(cfg))
+    if cfg.class_map:
+        classes = read_class_map(cfg.class_map)
+    return _folder_split(scan, classes or _train_classes(cfg) or scan.classes)
+
+
+def _eval_folder(cfg: ValidateConfig) -> Path:
+    """The split's folder; a ``data_dir`` without any split is taken for the split itself."""
+    root = Path(cfg.data_dir)
+    known = ("train", "training", "test", "validation", "val", "valid")
+    if root.is_dir() and not any((root / name).is_dir() for name in (cfg.split, *known)):
+        _logger.info("%s has no split folders, its own class folders are validated", root)
+        return root
+    return find_split(root, cfg.split)
+
+
+def _train_classes(cfg: ValidateConfig) -> list[str] | None:
+    try:
+        return scan_folder(find_split(cfg.data_dir, "train")).classes
+    except UsageError:
+        return None
+
+
+def _folder_split(scan: FolderScan, classes: Sequence[str]) -> Split:
+    return Split(str(scan.root), FolderSource(label_images(scan, classes)), tuple(classes))
+
+
+def _open_named(cfg: CommonConfig, split: str, is_training: bool) -> Split:
+    try:
+        dataset = create_dataset(
+            cfg.dataset, root=cfg.data_dir or None, split=split, is_training=is_training,
+            download=cfg.dataset_download, class_map=cfg.class_map or None,
+        )  # fmt: skip
+    except (OSError, RuntimeError, ValueError, AssertionError, ImportError) as error:
+        raise UsageError(f"cannot open dataset {cfg.dataset!r}, split {split!r}: {error}") from None
+    if isinstance(dataset, IterableDataset):
+        raise UsageError(f"dataset {cfg.dataset!r} is a stream, which cannot be resumed exactly; use folders or hfds/")
+    names = getattr(dataset, "classes", None)
+    return Split(f"{cfg.dataset}:{split}", NamedSource(dataset, cfg.dataset), tuple(map(str, names)) if names else None)

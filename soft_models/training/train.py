@@ -1,0 +1,119 @@
+"""Train an image classifier: ``soft-train``, or ``train.py`` in the repository.
+
+    train.py --config configs/soft_tiny_in1k.yaml --data-dir /data/imagenet
+    train.py /data/pets --model soft_tiny --pretrained-path soft_tiny.pth --epochs 30 --experiment pets
+    torchrun --nproc-per-node 8 train.py ...            several GPUs
+    train.py ... --experiment pets --resume auto        continue, exactly
+
+Options are timm's; the defaults are beaten by the YAML file of --config, and that by the command line.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from timm.models import safe_model_name
+from torch import nn
+
+from .cli import parse_config
+from .config import TrainConfig, to_yaml
+from .files import RunLock, write_atomic
+from .learner import ema_note
+from .models import build_train_model, input_config
+from .plan import Plan, make_plan
+from .run import Run, build_run, run_epochs
+from .runtime import StopRequest, running
+from .sampling import derive_seed, seed_all
+from .saver import BEST
+from .scalars import ScalarLog
+from .script import run_script
+
+_logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as the command line says; returns the exit code."""
+    return run_script("train.py", lambda: train(parse_config(TrainConfig, argv, __doc__ or "")))
+
+
+def train(cfg: TrainConfig) -> int:
+    """Train as configured.
+
+    Returns:
+        0, or 128 plus the number of the signal that stopped the run after it was saved.
+
+    Raises:
+        UsageError: Something in the configuration, the data or a checkpoint is wrong.
+        NonFiniteError: The loss stopped being a number.
+        SaveError: A checkpoint could not be written.
+    """
+    with running(cfg) as runtime, StopRequest() as stop:
+        plan = make_plan(cfg, runtime)
+        model = build_model(plan)
+        folder = run_folder(plan, model)
+        if not runtime.is_primary:
+            return train_in_folder(plan, model, folder, stop)
+        folder.mkdir(parents=True, exist_ok=True)
+        with RunLock(folder):
+            return train_in_folder(plan, model, folder, stop)
+
+
+def build_model(plan: Plan) -> nn.Module:
+    """The model with its initial weights, which a checkpoint to resume makes superfluous."""
+    cfg = plan.cfg
+    if plan.resume:
+        cfg = replace(cfg, pretrained=False, pretrained_path="", initial_checkpoint="")
+    seed_all(derive_seed(cfg.seed, "model"))
+    model = build_train_model(cfg, cfg.num_classes)
+    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    _logger.info("%s: %.2fM parameters, on %s", cfg.model, millions, plan.runtime.device)
+    return model
+
+
+def run_folder(plan: Plan, model: nn.Module) -> Path:
+    """Folder of the run, named as in timm where no experiment is named."""
+    cfg = plan.cfg
+    size = input_config(cfg, model)["input_size"][-1]
+    dated = f"{datetime.now():%Y%m%d-%H%M%S}-{safe_model_name(cfg.model)}-{size}"
+    return Path(cfg.output) / (cfg.experiment or dated)
+
+
+def train_in_folder(plan: Plan, model: nn.Module, folder: Path, stop: StopRequest) -> int:
+    """Put the parts together and train; see ``train``."""
+    run = build_run(plan, model, folder, stop)
+    cfg, learner, position = plan.cfg, run.learner, run.position
+    if position.epoch >= learner.num_epochs:
+        _logger.info("the run is finished: %d of %d epochs are done", position.epoch, learner.num_epochs)
+        return 0
+    steps = len(run.batches)
+    _logger.info("%d epochs of %d steps, writing to %s", learner.num_epochs, steps, folder)
+    if note := ema_note(cfg, learner.num_epochs * -(-steps // cfg.grad_accum_steps)):
+        _logger.warning("%s", note)
+    if plan.runtime.is_primary:
+        resolved = replace(cfg, output=str(folder.parent), experiment=folder.name)
+        write_atomic(folder / "args.yaml", lambda file: file.write(to_yaml(resolved).encode()))
+        run.scalars = ScalarLog(folder, position.epoch)
+    try:
+        code = run_epochs(run)
+    finally:
+        if run.scalars is not None:
+            run.scalars.close()
+    if code == 0:
+        report_best(run)
+    return code
+
+
+def report_best(run: Run) -> None:
+    """One JSON line on stdout: the best epoch and its checkpoint."""
+    if not run.plan.runtime.is_primary:
+        return
+    best = {"best_epoch": run.saver.best_epoch, "metric": run.saver.best_metric, "checkpoint": str(run.folder / BEST)}
+    sys.stdout.write(json.dumps(best) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

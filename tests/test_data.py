@@ -1,0 +1,243 @@
+"""Data: strict folders, labels that never shift, draws that depend on the position alone, broken images by name."""
+
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_data import write_folder, write_image
+
+from soft_models.training.config import TrainConfig, ValidateConfig
+from soft_models.training.data import (
+    BrokenImages,
+    ImageSamples,
+    build_loader,
+    check_batch_size,
+    image_mode,
+    train_transform,
+)
+from soft_models.training.errors import UsageError
+from soft_models.training.folders import find_split, read_class_map, scan_folder
+from soft_models.training.images import read_image
+from soft_models.training.sampling import Draw, EvalBatches, TrainBatches, derive_seed
+from soft_models.training.sources import open_eval_split, open_train_splits
+
+CPU = torch.device("cpu")
+DATA_CONFIG = {
+    "input_size": (3, 16, 16),
+    "interpolation": "bilinear",
+    "mean": (0.5, 0.5, 0.5),
+    "std": (0.5, 0.5, 0.5),
+    "crop_pct": 1.0,
+    "crop_mode": "center",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "data")
+
+
+def config(folder: Path, **options: object) -> TrainConfig:
+    return TrainConfig(data_dir=str(folder), **{"workers": 0, **options})  # type: ignore[arg-type]
+
+
+def test_classes_follow_timm_order(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name in ("10", "9", "2"):
+        write_image(tmp_path / name / "x.jpg", 0, rng)
+    assert scan_folder(tmp_path).classes == ["2", "9", "10"]
+
+
+def test_labels_equal_those_of_timm(folder: Path) -> None:
+    from timm.data import create_dataset
+
+    theirs = create_dataset("", root=str(folder), split="train").reader.samples
+    source = open_train_splits(config(folder))[0].source
+    assert [(source.name(i), int(source.load(i, "RGB")[1])) for i in range(len(source))] == theirs
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation"])
+def test_validation_folder_has_several_names(folder: Path, name: str) -> None:
+    (folder / "val").rename(folder / name)
+    assert find_split(folder, "validation").name == name
+
+
+def test_empty_class_in_val_keeps_the_labels(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for image in (folder / "val" / "a").iterdir():
+        image.unlink()
+    val = open_train_splits(config(folder))[1]
+    assert val is not None
+    labels = {Path(val.source.name(i)).parent.name: val.source.load(i, "RGB")[1] for i in range(len(val.source))}
+    assert labels == {"b": 1, "c": 2}
+    assert "has no images of 1 classes: a; labels stay" in caplog.text
+
+
+def test_unknown_class_in_val_is_refused(folder: Path) -> None:
+    write_image(folder / "val" / "dog" / "x.png", 0, np.random.default_rng(0))
+    with pytest.raises(UsageError, match="classes unknown to the model: dog"):
+        open_train_splits(config(folder))
+
+
+def test_missing_folders_are_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="'/nowhere' does not exist"):
+        open_train_splits(config(Path("/nowhere")))
+    with pytest.raises(UsageError, match=r"no folder 'training set' in .* holds train, val"):
+        open_train_splits(config(folder, train_split="training set"))
+    with pytest.raises(UsageError, match="no data: give --data-dir"):
+        open_train_splits(TrainConfig())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="is not a folder"):
+        open_train_splits(config(tmp_path / "file"))
+
+
+def test_never_validates_on_training_images(folder: Path) -> None:
+    with pytest.raises(UsageError, match="is the training split"):
+        open_train_splits(config(folder, val_split="train"))
+    shutil.rmtree(folder / "val")
+    with pytest.raises(UsageError, match=r"no folder 'validation' or 'val' .*--val-split ''"):
+        open_train_splits(config(folder))
+    assert open_train_splits(config(folder, val_split=""))[1] is None
+
+
+def test_flat_and_empty_folders_are_refused(tmp_path: Path) -> None:
+    write_image(tmp_path / "flat" / "x.png", 0, np.random.default_rng(0))
+    with pytest.raises(UsageError, match=r"images outside class folders, such as x.png"):
+        scan_folder(tmp_path / "flat")
+    (tmp_path / "empty" / "a").mkdir(parents=True)
+    with pytest.raises(UsageError, match="holds no images"):
+        scan_folder(tmp_path / "empty")
+
+
+def test_class_map_orders_the_labels(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "classes.txt"
+    path.write_text("c\nb\na\n", encoding="utf-8")
+    train, _ = open_train_splits(config(folder, class_map=str(path)))
+    assert train.classes == ("c", "b", "a")
+    assert train.source.load(0, "RGB")[1] == 2
+    path.write_text("a\na\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="must name each class once, got 2 lines, 1 names"):
+        read_class_map(str(path))
+    with pytest.raises(UsageError, match="cannot read the class map"):
+        read_class_map(str(tmp_path / "none.txt"))
+
+
+def test_eval_labels_come_from_the_checkpoint_or_the_training_folder(folder: Path) -> None:
+    shutil.rmtree(folder / "val" / "a")
+    cfg = ValidateConfig(data_dir=str(folder))
+    assert open_eval_split(cfg, None).source.load(0, "RGB")[1] == 1
+    assert open_eval_split(cfg, ["c", "b", "a"]).source.load(0, "RGB")[1] == 1
+    with pytest.raises(UsageError, match="classes unknown to the model: b"):
+        open_eval_split(cfg, ["a", "c"])
+    assert len(open_eval_split(ValidateConfig(data_dir=str(folder / "val")), None).source) == 6
+
+
+def test_batch_larger_than_the_data_is_refused() -> None:
+    check_batch_size(24, 12, 2, "train")
+    with pytest.raises(UsageError, match="--batch-size 25 is larger than the dataset: train has 24 images"):
+        check_batch_size(24, 25, 1, "train")
+    with pytest.raises(UsageError, match="train has 24 images, 12 for each of 2 processes"):
+        check_batch_size(24, 13, 2, "train")
+
+
+def test_image_mode_needs_a_name_for_odd_channels() -> None:
+    assert (image_mode(3, None), image_mode(1, None), image_mode(4, "RGBA")) == ("RGB", "L", "RGBA")
+    with pytest.raises(UsageError, match="--in-chans 5 needs --input-img-mode"):
+        image_mode(5, None)
+
+
+def test_ranks_share_an_epoch_without_overlap() -> None:
+    ranks = [TrainBatches(23, 4, seed=0, rank=rank, world_size=2) for rank in range(2)]
+    drawn = [draw.item for batches in ranks for batch in batches for draw in batch]
+    assert [len(batches) for batches in ranks] == [2, 2]
+    assert len(drawn) == len(set(drawn)) == 16
+
+
+def test_evaluation_sees_every_image_once() -> None:
+    drawn = [draw.item for rank in range(3) for batch in EvalBatches(10, 2, rank, 3) for draw in batch]
+    assert sorted(drawn) == list(range(10))
+
+
+def test_an_epoch_can_start_anywhere() -> None:
+    batches = TrainBatches(20, 4, seed=1)
+    batches.set_position(3)
+    whole = list(batches)
+    batches.set_position(3, step=2)
+    assert list(batches) == whole[2:]
+    batches.set_position(4)
+    assert list(batches) != whole
+    assert len(batches) == len(whole) == 5
+
+
+def test_repeated_images_differ_in_their_draws() -> None:
+    batches = [batch for rank in range(2) for batch in TrainBatches(12, 6, 0, rank, 2, repeats=3)]
+    draws = [draw for batch in batches for draw in batch]
+    items = [draw.item for draw in draws]
+    assert len(items) == 12
+    assert len(set(items)) == 4
+    assert len(set(draws)) == 12
+
+
+def test_seeds_differ_in_every_part() -> None:
+    seeds = {derive_seed(*parts) for parts in ((0, "a", 1), (1, "a", 1), (0, "b", 1), (0, "a", 2), (0, "a", 1, 0))}
+    assert len(seeds) == 5
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_augmentation_depends_on_the_position_alone(folder: Path, workers: int) -> None:
+    cfg = config(folder, workers=workers, aa="rand-m9-mstd0.5-inc1")
+    source = open_train_splits(cfg)[0].source
+    samples = ImageSamples(source, train_transform(cfg, DATA_CONFIG), "RGB")
+    batches = TrainBatches(len(samples), 8, seed=5)
+    expected = [torch.stack([samples[draw].image for draw in batch]) for batch in batches]  # type: ignore[union-attr]
+    random.seed(9)
+    torch.manual_seed(9)
+    loaded = [batch.images for batch in build_loader(samples, batches, cfg, CPU)]
+    assert len(loaded) == 3
+    assert all(torch.equal(a, b) for a, b in zip(loaded, expected, strict=True))
+    assert not torch.equal(samples[Draw(0, 1)].image, samples[Draw(0, 2)].image)  # type: ignore[union-attr]
+
+
+def test_broken_images_are_left_out_by_name(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = (folder / "train" / "a" / "0.png").read_bytes()
+    (folder / "train" / "a" / "0.png").write_bytes(good[: len(good) // 2])
+    (folder / "train" / "b" / "0.png").write_text("not an image")
+    (folder / "train" / "c" / "0.png").write_bytes(b"")
+    (folder / "train" / "c" / "link.png").symlink_to(folder / "gone.png")
+    cfg = config(folder)
+    source = open_train_splits(cfg)[0].source
+    samples = ImageSamples(source, train_transform(cfg, DATA_CONFIG), "RGB")
+    broken, seen = BrokenImages(), 0
+    for batch in build_loader(samples, EvalBatches(len(samples), 4), cfg, CPU):
+        broken.add(batch.broken)
+        seen += len(batch.images)
+        assert len(batch.images) == len(batch.targets) == len(batch.indices)
+    assert sorted(str(Path(name).relative_to(folder)) for name in broken.reasons) == [
+        "train/a/0.png",
+        "train/b/0.png",
+        "train/c/0.png",
+        "train/c/link.png",
+    ]
+    assert seen == len(source) - 4 == 21
+    broken.report("train")
+    assert "4 unreadable images of train were skipped" in caplog.text
+
+
+def test_odd_but_whole_images_are_read(tmp_path: Path) -> None:
+    ramp = np.linspace(0, 65535, 64).reshape(8, 8)
+    Image.fromarray(ramp.astype(np.uint16)).save(tmp_path / "deep.png")
+    deep = np.asarray(read_image(tmp_path / "deep.png", "RGB"))[..., 0]
+    assert np.abs(deep - ramp / 257).max() <= 1
+    Image.new("CMYK", (8, 8), (0, 0, 0, 0)).save(tmp_path / "cmyk.jpg")
+    assert np.asarray(read_image(tmp_path / "cmyk.jpg", "RGB")).min() > 250
+    palette = Image.new("P", (8, 8), 1)
+    palette.putpalette([0, 0, 0, 10, 200, 30])
+    palette.save(tmp_path / "palette.png", transparency=b"\x00\x80")
+    assert read_image(tmp_path / "palette.png", "RGB").getpixel((0, 0)) == (10, 200, 30)
+    for size in ((1, 1), (3000, 3)):
+        Image.new("L", size, 7).save(tmp_path / "odd.png")
+        assert read_image(tmp_path / "odd.png", "RGB").size == size

@@ -1,0 +1,82 @@
+"""The list of models: counted, in the README as it is in the code."""
+
+import json
+from pathlib import Path
+
+import pytest
+from zoo import family_names, registered_names
+
+from soft_models import __main__ as zoo
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[zoo.Row]:
+    return [zoo.describe(name) for name in family_names()]
+
+
+def readme_rows() -> list[str]:
+    """Lines of the README's table, without its head."""
+    start, end = zoo.MARKERS
+    text = README.read_text(encoding="utf-8")
+    return text.partition(start)[2].partition(end)[0].strip().splitlines()[2:]
+
+
+def test_readme_lists_every_model() -> None:
+    names = [line.split("`")[1] for line in readme_rows()]
+    assert names == registered_names(), "the table is stale: run `make table`"
+
+
+def test_readme_holds_the_counts_of_each_family(rows: list[zoo.Row]) -> None:
+    missing = [line for line in zoo.markdown(rows).splitlines()[2:] if line not in readme_rows()]
+    assert not missing, "the table is stale: run `make table`"
+
+
+@pytest.mark.slow
+def test_readme_holds_the_table_of_the_code() -> None:
+    text = README.read_text(encoding="utf-8")
+    table = zoo.markdown([zoo.describe(name) for name in registered_names()])
+    assert zoo.replace_table(text, table) == text, "the table is stale: run `make table`"
+
+
+def test_inverse_has_its_known_cost(rows: list[zoo.Row]) -> None:
+    # SOFT-Tiny: 20 steps of 2 products of 49 x 49 matrices, for 2, 8 and 30 heads in stages 1 to 3.
+    (tiny,) = [row for row in rows if row.name == "soft_tiny"]
+    assert tiny.inverse_multiply_adds == pytest.approx(20 * 2 * 49**3 * (1 * 2 + 2 * 4 + 3 * 10), rel=0.01)
+
+
+def test_published_accuracy_is_read_from_the_entry_point(rows: list[zoo.Row]) -> None:
+    accuracy = {row.name: row.published_top1 for row in rows}
+    assert (accuracy["soft_tiny"], accuracy["soft_norm_tiny"]) == (79.3, 79.4)
+
+
+def test_command_prints_table_and_json(
+    rows: list[zoo.Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(zoo, "registered_names", lambda: ["soft_tiny"])
+    assert zoo.main([]) == 0
+    table = capsys.readouterr().out
+    assert zoo.main(["--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["name"] == "soft_tiny"
+    assert f"| `soft_tiny` | {row['parameters'] / 1e6:.2f} M |" in table
+
+
+def test_update_rewrites_between_the_markers_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(zoo, "registered_names", lambda: ["soft_tiny"])
+    file = tmp_path / "README.md"
+    start, end = zoo.MARKERS
+    file.write_text(f"before\n{start}\nstale\n{end}\nafter\n", encoding="utf-8")
+    assert zoo.main(["--update", str(file)]) == 0
+    text = file.read_text(encoding="utf-8")
+    assert text.startswith(f"before\n{start}\n| name |")
+    assert text.endswith(f" |\n{end}\nafter\n")
+    assert "stale" not in text
+    file.write_text("no markers", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        zoo.main(["--update", str(file)])
+    assert "must hold the markers" in capsys.readouterr().err
+    assert file.read_text(encoding="utf-8") == "no markers"

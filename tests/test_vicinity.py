@@ -1,0 +1,169 @@
+"""Vicinity attention: the explicit form, the released limits, precision, gate."""
+
+import copy
+import warnings
+
+import naive
+import pytest
+import torch
+from torch import Tensor
+
+from soft_models.attention.vicinity import VicinityAttention, clamp_magnitude, vicinity_attention
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def random_heads(n: int, scale: float = 1.0, d: int = 5) -> list[Tensor]:
+    return [(scale * torch.randn(2, 3, n, d, dtype=torch.float64)).requires_grad_() for _ in range(3)]
+
+
+def per_head(q: Tensor, k: Tensor, v: Tensor, feat_size: tuple[int, int], clamp: bool) -> Tensor:
+    rows = [
+        torch.stack([naive.naive_vicinity(q[b, i], k[b, i], v[b, i], feat_size, clamp) for i in range(q.shape[1])])
+        for b in range(len(q))
+    ]
+    return torch.stack(rows)
+
+
+def assert_equal_with_gradients(actual: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
+    cotangent = torch.randn_like(expected)
+    for a, b in zip(
+        torch.autograd.grad(actual, inputs, cotangent), torch.autograd.grad(expected, inputs, cotangent), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize(("feat_size", "num_prefix"), [((7, 7), 0), ((4, 9), 0), ((2, 2), 0), ((3, 4), 2)])
+def test_plain_form_equals_naive_with_gradients(feat_size: tuple[int, int], num_prefix: int) -> None:
+    q, k, v = random_heads(feat_size[0] * feat_size[1] + num_prefix)
+    out = vicinity_attention(q, k, v, feat_size, clamp=False)
+    assert_equal_with_gradients(out, per_head(q, k, v, feat_size, False), [q, k, v])
+
+
+# Each scale makes other limits bind: small ones the lower limits, large ones the upper.
+@pytest.mark.parametrize("scale", [0.01, 0.1, 1.0, 30.0])
+@pytest.mark.parametrize("feat_size", [(6, 5), (2, 3)])
+def test_limited_form_equals_naive_with_gradients(scale: float, feat_size: tuple[int, int]) -> None:
+    q, k, v = random_heads(feat_size[0] * feat_size[1], scale)
+    out = vicinity_attention(q, k, v, feat_size)
+    assert_equal_with_gradients(out, per_head(q, k, v, feat_size, True), [q, k, v])
+
+
+def test_limits_bind_and_matter() -> None:
+    q, k, v = (30 * torch.randn(1, 1, 400, 8) for _ in range(3))
+    limited = vicinity_attention(q, k, v, (20, 20))
+    assert (limited - vicinity_attention(q, k, v, (20, 20), clamp=False)).abs().max() > 0.1
+
+
+def test_clamp_magnitude_keeps_sign_and_zero_and_stops_gradients() -> None:
+    x = torch.tensor([-1e6, -1.0, -1e-6, 0.0, 1e-6, 1.0, 1e6], requires_grad=True)
+    out = clamp_magnitude(x)
+    torch.testing.assert_close(out, torch.tensor([-1e4, -1.0, -1e-4, 0.0, 1e-4, 1.0, 1e4]))
+    out.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [0, 1, 0, 0, 0, 1, 0]
+
+
+def test_gate_multiplies_the_output() -> None:
+    attn = VicinityAttention(16, num_heads=2, clamp=False).double()
+    x = torch.randn(2, 12, 16, dtype=torch.float64)
+    out = attn(x, (3, 4))
+    q, k, v = attn.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+    plain = attn.proj(vicinity_attention(q, k, v, (3, 4), clamp=False).transpose(1, 2).flatten(2))
+    first, _, second, _ = attn.gate
+    gate = torch.sigmoid(second(first(x.mean(dim=1)).relu()))
+    torch.testing.assert_close(out, plain + plain * gate[:, None])
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e6])
+def test_module_limits_projection_and_gated_sum(scale: float) -> None:
+    attn = VicinityAttention(16, num_heads=2).double()
+    with torch.no_grad():
+        attn.proj.weight.mul_(scale)
+    x = torch.randn(2, 12, 16, dtype=torch.float64)
+    q, k, v = attn.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+    plain = clamp_magnitude(attn.proj(vicinity_attention(q, k, v, (3, 4)).transpose(1, 2).flatten(2)))
+    expected = clamp_magnitude(plain + plain * attn.gate(x.mean(dim=1, keepdim=True)))
+    torch.testing.assert_close(attn(x, (3, 4)), expected)
+
+
+def test_attention_matrix_times_values_is_the_plain_output() -> None:
+    attn = VicinityAttention(24, num_heads=3, clamp=False).double()
+    x = torch.randn(2, 20, 24, dtype=torch.float64)
+    weights = attn.attention_matrix(x, (4, 5))
+    v = attn.qkv(x)[..., 24:].unflatten(-1, (3, 4)).transpose(1, 2)
+    out = attn.proj((weights @ v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(out * (1 + attn.gate(x.mean(dim=1, keepdim=True))), attn(x, (4, 5)))
+    rows = torch.tensor([3, 0, 17])
+    torch.testing.assert_close(attn.attention_matrix(x, (4, 5), rows), weights[:, :, rows])
+
+
+@pytest.mark.parametrize("clamp", [True, False])
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+@pytest.mark.parametrize("case", ["dead queries", "constant", "zero", "large"])
+def test_hard_inputs_stay_finite_forward_and_backward(clamp: bool, dtype: torch.dtype, case: str) -> None:
+    attn = VicinityAttention(32, num_heads=2, clamp=clamp)
+    x = torch.randn(2, 48, 32)
+    if case == "dead queries":
+        torch.nn.init.constant_(attn.qkv.bias[:16], -10.0)
+    elif case == "constant":
+        x = torch.ones_like(x)
+    elif case == "zero":
+        x = torch.zeros_like(x)
+        torch.nn.init.zeros_(attn.qkv.bias)
+    else:
+        x = 100 * x
+    attn, x = attn.to(dtype), x.to(dtype).requires_grad_()
+    out = attn(x, (6, 8))
+    assert out.dtype == dtype
+    out.float().square().mean().backward()
+    assert out.isfinite().all()
+    assert all(p.isfinite().all() for p in (x.grad, *(p.grad for p in attn.parameters())))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("clamp", [True, False])
+def test_long_sequences_in_half_precision_match_float32(dtype: torch.dtype, clamp: bool) -> None:
+    attn = VicinityAttention(32, num_heads=2, clamp=clamp)
+    torch.nn.init.normal_(attn.qkv.weight, std=3 * 32**-0.5)
+    torch.nn.init.constant_(attn.qkv.bias, 3.0)
+    x = torch.randn(1, 112 * 112, 32)
+    expected = attn(x, (112, 112))
+    out = copy.deepcopy(attn).to(dtype)(x.to(dtype), (112, 112)).float()
+    assert out.isfinite().all()
+    error = (out - expected).norm() / expected.norm()
+    assert error < 0.02, f"relative error {error:.3f}"
+
+
+@pytest.mark.parametrize("clamp", [True, False])
+def test_compiles_exports_and_scripts_with_equal_outputs(clamp: bool) -> None:
+    attn = VicinityAttention(32, num_heads=4, clamp=clamp).eval()
+    x = torch.randn(2, 48, 32)
+    torch.testing.assert_close(torch.compile(attn, fullgraph=True, backend="eager")(x, (6, 8)), attn(x, (6, 8)))
+    shapes = {"x": {0: torch.export.Dim("batch", min=1, max=8)}, "feat_size": (None, None)}
+    exported = torch.export.export(attn, (x, (6, 8)), dynamic_shapes=shapes).module()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit.script is deprecated
+        scripted = torch.jit.script(attn)
+    for batch in (1, 5):
+        x = torch.randn(batch, 48, 32)
+        torch.testing.assert_close(exported(x, (6, 8)), attn(x, (6, 8)))
+        torch.testing.assert_close(scripted(x, (6, 8)), attn(x, (6, 8)))
+
+
+def test_autocast_returns_its_dtype_and_stays_close() -> None:
+    attn = VicinityAttention(32, num_heads=2)
+    x = torch.randn(2, 48, 32)
+    expected = attn(x, (6, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attn(x, (6, 8))
+    assert out.dtype == torch.bfloat16
+    assert (out - expected).norm() / expected.norm() < 0.02
+
+
+def test_wrong_arguments_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="got dim=20, feature_reduction=2, num_heads=4"):
+        VicinityAttention(20, num_heads=4)
+    with pytest.raises(ValueError, match="divisible by gate_reduction, got dim=16, gate_reduction=3"):
+        VicinityAttention(16, num_heads=2, gate_reduction=3)

@@ -1,0 +1,157 @@
+"""VVT: official numbers, sizes, features, gradients."""
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from official import official_images, official_outputs, official_shapes, official_state_dict
+from torch import Tensor
+
+from soft_models.checkpoints import CheckpointError
+from soft_models.variants.vvt import VARIANTS, checkpoint_filter_fn, default_cfgs
+from soft_models.vvt import ConvMlp, VicinityVisionTransformer
+
+MINI: dict[str, Any] = {
+    "embed_dims": (32, 64, 96, 128),
+    "num_heads": (1, 2, 3, 4),
+    "mlp_ratios": (8, 8, 4, 4),
+    "depths": (1, 1, 2, 1),
+    "num_classes": 10,
+}
+
+
+def official_weights(tag: str) -> dict[str, Tensor]:
+    return official_state_dict(official_shapes("cosformer_vvt", tag))
+
+
+def official_model(tag: str) -> VicinityVisionTransformer:
+    kwargs = MINI if tag == "vvt_mini" else {}
+    overlay = {"state_dict": official_weights(tag)}
+    return timm.create_model("vvt_tiny", pretrained=True, pretrained_cfg_overlay=overlay, **kwargs).eval()
+
+
+@pytest.mark.parametrize("case", ["vvt_mini/224x224", "vvt_mini/160x256", "vvt_tiny/224x224"])
+def test_official_weights_give_the_official_numbers(case: str) -> None:
+    tag, size = case.split("/")
+    height, width = map(int, size.split("x"))
+    x = official_images(height, width)
+    expected = official_outputs("vvt")
+    model = official_model(tag)
+    with torch.no_grad():
+        features, maps = model.forward_intermediates(x)
+        logits = model.forward_head(features)
+    torch.testing.assert_close(logits, expected[f"{case}/logits"], rtol=0, atol=1e-4)
+    for i, stage in enumerate(maps, 1):
+        torch.testing.assert_close(stage[:, ::16, ::4, ::4], expected[f"{case}/stage{i}"], rtol=0, atol=1e-4)
+
+
+def test_limits_are_part_of_the_released_model() -> None:
+    model = official_model("vvt_mini")
+    plain = VicinityVisionTransformer(**MINI, clamp=False).eval()
+    plain.load_state_dict(model.state_dict())
+    x = official_images(224, 224)
+    with torch.no_grad():
+        assert (plain(x) - model(x)).abs().max() > 0.05
+
+
+def test_official_names_map_one_to_one() -> None:
+    model = timm.create_model("vvt_tiny")
+    weights = official_weights("vvt_tiny")
+    converted = checkpoint_filter_fn({"model": {f"module.{k}": v for k, v in weights.items()}}, model)
+    assert {k: v.shape for k, v in converted.items()} == {k: v.shape for k, v in model.state_dict().items()}
+    assert sum(v.numel() for v in converted.values()) == sum(v.numel() for v in weights.values())
+    own = model.state_dict()
+    again = checkpoint_filter_fn(own, model)
+    assert again.keys() == own.keys()
+    assert all(torch.equal(again[k], own[k]) for k in own)
+
+
+@pytest.mark.parametrize("missing", ["block3.1.attn.k_proj.bias", "norm2.weight", "patch_embed4.proj.weight"])
+def test_incomplete_official_files_are_refused(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The hint which other model a file fits builds them all.
+    monkeypatch.setattr("soft_models.checkpoints.convert.matching_names", lambda weights: [])
+    weights = official_weights("vvt_tiny")
+    del weights[missing]
+    with pytest.raises(CheckpointError):
+        timm.create_model("vvt_tiny", pretrained=True, num_classes=5, pretrained_cfg_overlay={"state_dict": weights})
+
+
+def test_official_head_is_replaced_for_other_classes() -> None:
+    overlay = {"state_dict": official_weights("vvt_tiny")}
+    model = timm.create_model("vvt_tiny", pretrained=True, num_classes=7, pretrained_cfg_overlay=overlay)
+    torch.testing.assert_close(model.stages[3].norm.weight, overlay["state_dict"]["norm4.weight"])
+    assert model.head.weight.shape == (7, 512)
+
+
+def test_table_cfgs_and_registry_agree() -> None:
+    assert sorted(VARIANTS) == timm.list_models(module="vvt") == sorted(default_cfgs)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("vvt_tiny", 12.88), ("vvt_small", 25.49), ("vvt_medium", 47.91), ("vvt_large", 61.85)]
+)
+def test_parameter_counts(name: str, millions: float) -> None:
+    model = timm.create_model(name, device="meta")
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 2) == millions
+
+
+@pytest.mark.parametrize("size", [(64, 64), (32, 32), (33, 47), (70, 100)])
+def test_any_image_size_works_and_every_pixel_counts(size: tuple[int, int]) -> None:
+    model = VicinityVisionTransformer(**MINI).eval()
+    x = torch.randn(2, 3, *size)
+    final, maps = model.forward_intermediates(x)
+    assert [m.shape[2:] for m in maps] == [(-(-size[0] // s), -(-size[1] // s)) for s in (4, 8, 16, 32)]
+    torch.testing.assert_close(final, model.forward_features(x))
+    changed = x.clone()
+    changed[:, :, -1, -1] += 5
+    assert (model.forward_intermediates(changed, intermediates_only=True)[0] - maps[0]).abs().max() > 0
+
+
+def test_images_below_the_minimum_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 32 x 32 pixels, got 31 x 64"):
+        VicinityVisionTransformer(**MINI)(torch.randn(1, 3, 31, 64))
+
+
+def test_inference_in_place_equals_training_arithmetic() -> None:
+    mlp = ConvMlp(8, 16)
+    x = torch.randn(2, 12, 8)
+    with torch.no_grad():
+        fast = mlp(x, (3, 4))
+    assert torch.equal(fast, mlp(x, (3, 4)))
+
+
+def test_every_parameter_gets_a_gradient_also_with_checkpointing() -> None:
+    model = VicinityVisionTransformer(**MINI)
+    x = torch.randn(2, 3, 64, 64)
+    grads = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        model.zero_grad()
+        model(x).square().sum().backward()
+        assert [k for k, p in model.named_parameters() if p.grad is None] == []
+        grads.append({k: p.grad.clone() for k, p in model.named_parameters()})
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad)
+
+
+def test_pruning_ends_at_the_last_kept_stage() -> None:
+    model = VicinityVisionTransformer(**MINI).eval()
+    x = torch.randn(1, 3, 64, 64)
+    expected = model.forward_intermediates(x, intermediates_only=True)[1]
+    assert model.prune_intermediate_layers([1]) == [1]
+    assert model.num_features == model.head_hidden_size == 64
+    torch.testing.assert_close(model.forward_features(x), expected)
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_wrong_arguments_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"depths needs 4 entries, one per stage, got \(1, 2\)"):
+        VicinityVisionTransformer(depths=(1, 2))
+    with pytest.raises(ValueError, match="unknown global_pool 'token'; choose one of"):
+        VicinityVisionTransformer(global_pool="token")
+    model = VicinityVisionTransformer(**MINI)
+    with pytest.raises(ValueError, match="unknown init mode 'jax'"):
+        model.init_weights("jax")
+    with pytest.raises(ValueError, match="output_fmt must be 'NCHW', got 'NLC'"):
+        model.forward_intermediates(torch.randn(1, 3, 32, 32), output_fmt="NLC")
