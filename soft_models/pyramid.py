@@ -2,59 +2,22 @@
 
 import inspect
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from timm.layers import (
-    GELUTanh,
-    LayerNorm,
-    calculate_drop_path_rates,
-    get_norm_layer,
-    resample_abs_pos_embed_nhwc,
-    trunc_normal_,
-)
+from timm.layers import GELUTanh, calculate_drop_path_rates, resample_abs_pos_embed_nhwc, trunc_normal_
 from timm.models import checkpoint
-from timm.models._features import feature_take_indices  # private: timm has no public name for it
 from torch import Tensor, nn
 
 from soft_models.attention import attention_options, create_attention
-from soft_models.checkpoints import LoadsOfficialWeights, checkpoint_filter_fn
-from soft_models.layers import (
-    MIN_SIZE,
-    Block,
-    ConvBNReLU,
-    PostNormBlock,
-    add_pos_embed,
-    check_min_size,
-    init_weights,
-    tokens_to_map,
-)
-
-try:
-    from timm.models._input import update_model_input_size  # private: how timm >= 1.0.31 records the size
-except ImportError:
-    update_model_input_size = None  # older timm records none
-
+from soft_models.backbone import PyramidBackbone, check_lengths, halve, resolve_norm, to_size
+from soft_models.checkpoints import checkpoint_filter_fn
+from soft_models.layers import Block, ConvBNReLU, PostNormBlock, add_pos_embed, tokens_to_map
 
 __all__ = ["PyramidTransformer", "checkpoint_filter_fn"]  # timm looks for the filter beside the class
 
 STEM_WIDTH = 32  # channels of the stem's first two convolutions, in every size
-POOLS = ("token", "avg", "")
 PER_STAGE = {"sr_ratios": "sr_ratio", "local_kernels": "local_kernel"}  # the attentions' keyword for one stage's value
-
-
-def to_size(size: int | tuple[int, int] | list[int]) -> tuple[int, int]:
-    """Image size in pixels as (height, width), each at least ``MIN_SIZE``."""
-    height, width = (size, size) if isinstance(size, int) else size
-    if min(height, width) < MIN_SIZE:
-        raise ValueError(f"img_size must be at least {MIN_SIZE} x {MIN_SIZE} pixels, got {size}")
-    return int(height), int(width)
-
-
-def halve(size: tuple[int, int]) -> tuple[int, int]:
-    """Map size behind a 3 x 3 convolution of stride 2 and padding 1."""
-    return (size[0] + 1) // 2, (size[1] + 1) // 2
 
 
 class Stage(nn.Module):
@@ -122,7 +85,7 @@ class Stage(nn.Module):
         self.pos_embed = nn.Parameter(table.clone(), requires_grad=self.pos_embed.requires_grad)
 
 
-class PyramidTransformer(LoadsOfficialWeights):
+class PyramidTransformer(PyramidBackbone):
     """Four-stage vision transformer with a linear attention in stages 1 to 3, the body of SOFT.
 
     Lu et al. 2021, arXiv:2110.11945. A convolutional stem reduces the image by 4, a strided convolution in front of
@@ -163,6 +126,8 @@ class PyramidTransformer(LoadsOfficialWeights):
         ValueError: An argument is out of its range, or set although the chosen attention does not read it.
     """
 
+    POOLS: ClassVar[tuple[str, ...]] = ("token", "avg", "")
+
     def __init__(
         self,
         img_size: int | tuple[int, int] = 224,
@@ -189,7 +154,7 @@ class PyramidTransformer(LoadsOfficialWeights):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(img_size, in_chans, num_classes, global_pool, embed_dims, drop_path_rate, num_prefix_tokens=1)
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         check_lengths(embed_dims=embed_dims, depths=depths, num_heads=num_heads, mlp_ratios=mlp_ratios)
         check_lengths(4, sr_ratios=sr_ratios)
@@ -201,15 +166,6 @@ class PyramidTransformer(LoadsOfficialWeights):
             "inverse": inverse,
         }
         check_options((attention, stage4_attention), options | {"sr_ratios": sr_ratios, "local_kernels": local_kernels})
-        self.num_classes = num_classes
-        self.in_chans = in_chans
-        self.global_pool = check_pool(global_pool)
-        self.num_features = self.head_hidden_size = embed_dims[-1]
-        self.num_prefix_tokens = 1
-        self.feature_info = [
-            {"num_chs": dim, "reduction": 4 * 2**i, "module": f"stages.{i}"} for i, dim in enumerate(embed_dims)
-        ]
-
         self.patch_embed = nn.Sequential(
             ConvBNReLU(in_chans, STEM_WIDTH, 2, **dd),
             ConvBNReLU(STEM_WIDTH, STEM_WIDTH, 1, **dd),
@@ -233,164 +189,8 @@ class PyramidTransformer(LoadsOfficialWeights):
                 blocks.append(make_block(attn, dim, mlp_ratios[i], not last, norm_layer, proj_drop_rate, rate, **dd))
             downsample = ConvBNReLU(embed_dims[i - 1], dim, 2, **dd) if i else nn.Identity()
             stages.append(Stage(downsample, dim, grid, blocks, class_token=last, pos_drop=pos_drop_rate, **dd))
-        self.stages = nn.ModuleList(stages)
-        norm = partial(LayerNorm, eps=1e-6) if norm_layer is None else get_norm_layer(norm_layer)
-        self.norm = norm(self.num_features, **dd)
-        self.head_drop = nn.Dropout(drop_rate)
-        self.head = nn.Linear(self.num_features, num_classes, **dd) if num_classes > 0 else nn.Identity()
-        self.init_weights(needs_reset=False)
-
-    def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
-        """Initialise all weights.
-
-        Args:
-            mode: Only ``""``, truncated normal of 0.02; there for timm's signature.
-            needs_reset: Reset what modules initialised on construction too; needed after ``to_empty``.
-        """
-        if mode:
-            raise ValueError(f"unknown init mode {mode!r}; choose ''")
-        self.apply(partial(init_weights, needs_reset=needs_reset))
-
-    @torch.jit.ignore
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Parameter groups for layer decay: a stage's transition goes with its first block, tables with the stem."""
-        return {
-            "stem": r"^patch_embed|^stages\.\d+\.(?:pos_embed|cls_token)",
-            "blocks": r"^stages\.(\d+)"
-            if coarse
-            else [
-                (r"^stages\.(\d+)\.downsample", (0,)),
-                (r"^stages\.(\d+)\.blocks\.(\d+)", None),
-                (r"^norm", (99999,)),
-            ],
-        }
-
-    @torch.jit.ignore
-    def no_weight_decay(self) -> set[str]:
-        """Names of the parameters that weight decay leaves alone."""
-        return {name for name, _ in self.named_parameters() if name.endswith(("pos_embed", "cls_token"))}
-
-    @torch.jit.ignore
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute each block in the backward pass instead of keeping its activations."""
-        for module in self.modules():
-            if isinstance(module, Stage):
-                module.grad_checkpointing = enable
-
-    @torch.jit.ignore
-    def get_classifier(self) -> nn.Module:
-        return self.head
-
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """New head of ``num_classes`` classes, 0 for none; ``global_pool=None`` keeps the pooling."""
-        if global_pool is not None:
-            self.global_pool = check_pool(global_pool)
-        self.num_classes = num_classes
-        if num_classes > 0:
-            like = next(self.parameters())
-            self.head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
-            init_weights(self.head, needs_reset=False)
-            self.head.train(self.training)
-        else:
-            self.head = nn.Identity()
-
-    @torch.jit.ignore
-    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
-        """Resample the position tables to another image size in pixels, for good."""
-        size = to_size(img_size)
-        grid = halve(size)
-        for module in self.modules():
-            if isinstance(module, Stage):
-                grid = halve(grid)
-                module.set_grid(grid)
-        if update_model_input_size is not None:
-            update_model_input_size(self, size)
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Normalised tokens ``(B, 1 + N, C)`` of the last stage, the class token first.
-
-        After :meth:`prune_intermediate_layers` has removed stage 4: the last kept stage's map ``(B, C, H, W)``.
-        """
-        x = check_min_size(x)
-        x = self.patch_embed(x)
-        for stage in self.stages:
-            x = stage(x)
-        return self.norm(x)
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Pooling, dropout and classifier; ``pre_logits`` stops before the classifier."""
-        if self.num_prefix_tokens == 0:
-            if self.global_pool != "":
-                x = x.mean(dim=(2, 3))
-        elif self.global_pool == "token":
-            x = x[:, 0]
-        elif self.global_pool == "avg":
-            x = x[:, 1:].mean(dim=1)
-        x = self.head_drop(x)
-        return x if pre_logits else self.head(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
-
-    @torch.jit.ignore
-    def forward_intermediates(
-        self,
-        x: Tensor,
-        indices: int | list[int] | None = None,
-        norm: bool = False,
-        stop_early: bool = False,
-        output_fmt: str = "NCHW",
-        intermediates_only: bool = False,
-    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Maps of the chosen stages, strides 4, 8, 16, 32, without the class token.
-
-        Args:
-            x: ``(B, in_chans, H, W)``.
-            indices: Stages by number, or an int for the last n, None for all; returned in order of execution.
-            norm: Apply the final norm to the last stage's map.
-            stop_early: Stop behind the last chosen stage.
-            output_fmt: ``"NCHW"``.
-            intermediates_only: Return the maps alone.
-
-        Returns:
-            The maps, or ``(forward_features(x), maps)``.
-
-        Raises:
-            ValueError: Another ``output_fmt``.
-            AssertionError: An index out of range (timm's own check).
-        """
-        if output_fmt != "NCHW":
-            raise ValueError(f"output_fmt must be 'NCHW', got {output_fmt!r}")
-        take, last = feature_take_indices(len(self.stages), indices)
-        stages = self.stages[: last + 1] if stop_early else self.stages
-        maps = []
-        x = self.patch_embed(check_min_size(x))
-        for i, stage in enumerate(stages):
-            feat_size = halve((x.shape[-2], x.shape[-1]))
-            x = stage(x)
-            if i in take:
-                y = self.norm(x) if norm and x.ndim == 3 else x
-                maps.append(y if y.ndim == 4 else tokens_to_map(y[:, 1:], feat_size))
-        if intermediates_only:
-            return maps
-        return (self.norm(x) if len(stages) == len(self.stages) else x), maps
-
-    @torch.jit.ignore
-    def prune_intermediate_layers(
-        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> list[int]:
-        """Remove the stages behind the last chosen one; returns the chosen stages' numbers in order of execution."""
-        take, last = feature_take_indices(len(self.stages), indices)
-        truncated = last < len(self.stages) - 1
-        self.stages = self.stages[: last + 1]
-        if truncated:
-            self.num_features = self.head_hidden_size = self.feature_info[last]["num_chs"]
-            self.num_prefix_tokens = 0
-        if prune_norm or truncated:
-            self.norm = nn.Identity()
-        if prune_head or truncated:
-            self.reset_classifier(0)
-        return sorted(set(take))
+        self.stages = nn.Sequential(*stages)
+        self.add_head(resolve_norm(norm_layer, eps=1e-6)(self.num_features, **dd), drop_rate, **dd)
 
 
 def make_block(
@@ -404,23 +204,10 @@ def make_block(
     **dd: Any,
 ) -> nn.Module:
     """SOFT's post-norm block (tanh GELU in its MLP) or the pre-norm block of stage 4."""
-    default = partial(LayerNorm, eps=1e-5 if post_norm else 1e-6)
-    norm = default if norm_layer is None else get_norm_layer(norm_layer)
+    norm = resolve_norm(norm_layer, eps=1e-5 if post_norm else 1e-6)
     if post_norm:
         return PostNormBlock(attn, dim, mlp_ratio, norm, GELUTanh, proj_drop, drop_path, **dd)
     return Block(attn, dim, mlp_ratio, norm, nn.GELU, proj_drop, drop_path, **dd)
-
-
-def check_lengths(count: int = 4, **per_stage: tuple[Any, ...]) -> None:
-    for name, values in per_stage.items():
-        if len(values) != count:
-            raise ValueError(f"{name} needs {count} entries, one per stage, got {values}")
-
-
-def check_pool(global_pool: str) -> str:
-    if global_pool not in POOLS:
-        raise ValueError(f"unknown global_pool {global_pool!r}; choose one of {POOLS}")
-    return global_pool
 
 
 def check_options(names: tuple[str, ...], options: dict[str, Any]) -> None:

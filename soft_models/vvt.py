@@ -2,22 +2,19 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import DropPath, LayerNorm, calculate_drop_path_rates, get_act_layer, get_norm_layer, trunc_normal_
+from timm.layers import DropPath, calculate_drop_path_rates, get_act_layer
 from timm.models import checkpoint
-from timm.models._features import feature_take_indices  # private: timm has no public name for it
 from torch import Tensor, nn
 
 from soft_models.attention import create_attention
-from soft_models.layers import check_min_size, tokens_to_map
-from soft_models.pyramid import to_size, update_model_input_size
+from soft_models.backbone import PyramidBackbone, check_lengths, resolve_norm
+from soft_models.checkpoints import checkpoint_filter_fn
+from soft_models.layers import init_weights, tokens_to_map
 
-__all__ = ["VicinityVisionTransformer"]
-
-POOLS = ("avg", "")
+__all__ = ["VicinityVisionTransformer", "checkpoint_filter_fn"]  # timm looks for the filter beside the class
 
 
 class OverlapPatchEmbed(nn.Module):
@@ -138,7 +135,7 @@ class VicinityStage(nn.Module):
         return tokens_to_map(self.norm(x), (H, W))
 
 
-class VicinityVisionTransformer(nn.Module):
+class VicinityVisionTransformer(PyramidBackbone):
     """Vicinity Vision Transformer, VVT (Sun et al. 2022, arXiv:2206.10552).
 
     Four stages of pre-norm blocks with vicinity attention and depthwise-convolution MLPs at strides 4, 8, 16 and 32,
@@ -192,21 +189,10 @@ class VicinityVisionTransformer(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(img_size, in_chans, num_classes, global_pool, embed_dims, drop_path_rate, num_prefix_tokens=0)
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
-        per_stage = {"embed_dims": embed_dims, "depths": depths, "num_heads": num_heads, "mlp_ratios": mlp_ratios}
-        for name, values in per_stage.items():
-            if len(values) != 4:
-                raise ValueError(f"{name} needs 4 entries, one per stage, got {values}")
-        to_size(img_size)
-        self.num_classes = num_classes
-        self.in_chans = in_chans
-        self.global_pool = check_pool(global_pool)
-        self.num_features = self.head_hidden_size = embed_dims[-1]
-        self.feature_info = [
-            {"num_chs": dim, "reduction": 4 * 2**i, "module": f"stages.{i}"} for i, dim in enumerate(embed_dims)
-        ]
-        norm = partial(LayerNorm, eps=1e-6) if norm_layer is None else get_norm_layer(norm_layer)
+        check_lengths(embed_dims=embed_dims, depths=depths, num_heads=num_heads, mlp_ratios=mlp_ratios)
+        norm = resolve_norm(norm_layer, eps=1e-6)
         act = get_act_layer(act_layer)
         attn_kwargs = {
             "feature_reduction": feature_reduction,
@@ -226,156 +212,14 @@ class VicinityVisionTransformer(nn.Module):
             downsample = OverlapPatchEmbed(embed_dims[i - 1], dim, 3, 2, **dd) if i else nn.Identity()
             stages.append(VicinityStage(downsample, blocks, norm(dim, **dd)))
         self.stages = nn.Sequential(*stages)
-        self.head_drop = nn.Dropout(drop_rate)
-        self.head = nn.Linear(self.num_features, num_classes, **dd) if num_classes > 0 else nn.Identity()
-        self.init_weights(needs_reset=False)
+        self.add_head(nn.Identity(), drop_rate, **dd)
 
-    def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
-        """Initialise all weights.
-
-        Args:
-            mode: Only ``""``, PVTv2's scheme; there for timm's signature.
-            needs_reset: Reset what modules initialised on construction too; needed after ``to_empty``.
-        """
-        if mode:
-            raise ValueError(f"unknown init mode {mode!r}; choose ''")
-        self.apply(partial(init_weights, needs_reset=needs_reset))
-
-    @torch.jit.ignore
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Groups for layer decay: a patch embedding goes with its stage's first block, a norm with the last."""
-        return {
-            "stem": r"^patch_embed",
-            "blocks": r"^stages\.(\d+)"
-            if coarse
-            else [
-                (r"^stages\.(\d+)\.downsample", (0,)),
-                (r"^stages\.(\d+)\.blocks\.(\d+)", None),
-                (r"^stages\.(\d+)\.norm", (99999,)),
-            ],
-        }
-
-    @torch.jit.ignore
-    def no_weight_decay(self) -> set[str]:
-        """Names of the parameters that weight decay leaves alone, beyond biases and norms: none."""
-        return set()
-
-    @torch.jit.ignore
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute each block in the backward pass instead of keeping its activations."""
-        for stage in self.stages:
-            stage.grad_checkpointing = enable  # type: ignore[assignment]  # torch types it as Module
-
-    @torch.jit.ignore
-    def get_classifier(self) -> nn.Module:
-        return self.head
-
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """New head of ``num_classes`` classes, 0 for none; ``global_pool=None`` keeps the pooling."""
-        if global_pool is not None:
-            self.global_pool = check_pool(global_pool)
-        self.num_classes = num_classes
-        weight = self.patch_embed.proj.weight
-        if num_classes > 0:
-            self.head = nn.Linear(self.num_features, num_classes, device=weight.device, dtype=weight.dtype)
-            init_weights(self.head, needs_reset=False)
-            self.head.train(self.training)
-        else:
-            self.head = nn.Identity()
-
-    @torch.jit.ignore
-    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
-        """Note another image size in pixels; the model takes any."""
-        size = to_size(img_size)
-        if update_model_input_size is not None:
-            update_model_input_size(self, size)
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Normalised map ``(B, C, H / 32, W / 32)`` of the last stage."""
-        x = check_min_size(x)
-        return self.stages(self.patch_embed(x))
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Pooling, dropout and classifier; ``pre_logits`` stops before the classifier."""
-        if self.global_pool == "avg":
-            x = x.mean(dim=(2, 3))
-        x = self.head_drop(x)
-        return x if pre_logits else self.head(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
-
-    @torch.jit.ignore
-    def forward_intermediates(
-        self,
-        x: Tensor,
-        indices: int | list[int] | None = None,
-        norm: bool = False,
-        stop_early: bool = False,
-        output_fmt: str = "NCHW",
-        intermediates_only: bool = False,
-    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Maps of the chosen stages, strides 4, 8, 16, 32, each behind its stage's norm.
-
-        Args:
-            x: ``(B, in_chans, H, W)``.
-            indices: Stages by number, or an int for the last n, None for all; returned in order of execution.
-            norm: In timm's signature; every map is normalised.
-            stop_early: Stop behind the last chosen stage.
-            output_fmt: ``"NCHW"``.
-            intermediates_only: Return the maps alone.
-
-        Returns:
-            The maps, or ``(forward_features(x), maps)``.
-
-        Raises:
-            ValueError: Another ``output_fmt``.
-            AssertionError: An index out of range (timm's own check).
-        """
-        if output_fmt != "NCHW":
-            raise ValueError(f"output_fmt must be 'NCHW', got {output_fmt!r}")
-        take, last = feature_take_indices(len(self.stages), indices)
-        maps = []
-        x = self.patch_embed(check_min_size(x))
-        for i, stage in enumerate(self.stages[: last + 1] if stop_early else self.stages):
-            x = stage(x)
-            if i in take:
-                maps.append(x)
-        return maps if intermediates_only else (x, maps)
-
-    @torch.jit.ignore
-    def prune_intermediate_layers(
-        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> list[int]:
-        """Remove the stages behind the last chosen one; returns the chosen stages' numbers.
-
-        ``prune_norm`` is in timm's signature and has no effect: the norms belong to the stages.
-        """
-        take, last = feature_take_indices(len(self.stages), indices)
-        truncated = last < len(self.stages) - 1
-        self.stages = self.stages[: last + 1]
-        if truncated:
-            self.num_features = self.head_hidden_size = self.feature_info[last]["num_chs"]
-        if prune_head or truncated:
-            self.reset_classifier(0, "")
-        return sorted(set(take))
-
-
-def init_weights(module: nn.Module, needs_reset: bool = True) -> None:
-    """Initialise one module: Linear from a truncated normal of 0.02, convolutions by their fan-out, as PVTv2 does."""
-    reset = getattr(module, "reset_parameters", None)
-    if needs_reset and reset is not None:
-        reset()
-    if isinstance(module, nn.Linear):
-        trunc_normal_(module.weight, std=0.02)
-    elif isinstance(module, nn.Conv2d):
-        fan_out = module.kernel_size[0] * module.kernel_size[1] * module.out_channels // module.groups
-        nn.init.normal_(module.weight, std=math.sqrt(2.0 / fan_out))
-    if isinstance(module, (nn.Linear, nn.Conv2d)) and module.bias is not None:
-        nn.init.zeros_(module.bias)
-
-
-def check_pool(global_pool: str) -> str:
-    if global_pool not in POOLS:
-        raise ValueError(f"unknown global_pool {global_pool!r}; choose one of {POOLS}")
-    return global_pool
+    @staticmethod
+    def init_module(module: nn.Module, needs_reset: bool) -> None:
+        """Initialise one module: Linear from a truncated normal of 0.02, convolutions by fan-out, as PVTv2 does."""
+        init_weights(module, needs_reset)
+        if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
+            fan_out = module.kernel_size[0] * module.kernel_size[1] * module.out_channels // module.groups
+            nn.init.normal_(module.weight, std=math.sqrt(2.0 / fan_out))
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

@@ -670,7 +670,7 @@ def test_stopping_early_changes_no_map(name: str, indices: Any) -> None:
 
 @over_names
 def test_unknown_output_format_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"output_fmt must be .*'NCHW'.*got 'NHWC'"):
+    with pytest.raises(ValueError, match=r"output_fmt.*'NCHW'"):
         shared(name).forward_intermediates(images(), output_fmt="NHWC")
 
 
@@ -1175,9 +1175,9 @@ def test_pyramid_methods_refuse_wrong_arguments_by_name() -> None:
     model = pyramid()
     with pytest.raises(ValueError, match="img_size must be at least 32 x 32 pixels, got 16"):
         model.set_input_size(16)
-    with pytest.raises(ValueError, match="unknown init mode 'jax'; choose ''"):
+    with pytest.raises(ValueError, match="unknown init mode 'jax'; choose one of"):
         model.init_weights("jax")
-    with pytest.raises(ValueError, match="output_fmt must be 'NCHW', got 'NLC'"):
+    with pytest.raises(ValueError, match="unknown output_fmt 'NLC'; choose one of"):
         model.forward_intermediates(images(), output_fmt="NLC")
     with pytest.raises(ValueError, match="images must be at least 32 x 32 pixels, got 48 x 31"):
         model(images(size=(48, 31)))

@@ -8,8 +8,8 @@ import torch
 from official import official_images, official_outputs, official_shapes, official_state_dict
 from torch import Tensor
 
-from soft_models.checkpoints import CheckpointError
-from soft_models.variants.vvt import VARIANTS, checkpoint_filter_fn, default_cfgs
+from soft_models.checkpoints import CheckpointError, checkpoint_filter_fn
+from soft_models.variants.vvt import VARIANTS, default_cfgs
 from soft_models.vvt import ConvMlp, VicinityVisionTransformer
 
 MINI: dict[str, Any] = {
@@ -142,7 +142,7 @@ def test_pruning_ends_at_the_last_kept_stage() -> None:
     assert model.prune_intermediate_layers([1]) == [1]
     assert model.num_features == model.head_hidden_size == 64
     torch.testing.assert_close(model.forward_features(x), expected)
-    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(model(x), expected.mean(dim=(2, 3)))
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:
@@ -153,5 +153,5 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     model = VicinityVisionTransformer(**MINI)
     with pytest.raises(ValueError, match="unknown init mode 'jax'"):
         model.init_weights("jax")
-    with pytest.raises(ValueError, match="output_fmt must be 'NCHW', got 'NLC'"):
+    with pytest.raises(ValueError, match="unknown output_fmt 'NLC'"):
         model.forward_intermediates(torch.randn(1, 3, 32, 32), output_fmt="NLC")

@@ -12,21 +12,26 @@ from typing import Any
 
 from torch import nn
 
+from soft_models.attention.cosformer import Cosformer2dAttention, CosformerAttention
 from soft_models.attention.linformer import LinformerAttention
 from soft_models.attention.nystromformer import NystromformerAttention
 from soft_models.attention.performer import PerformerAttention
 from soft_models.attention.soft import SoftAttention
 from soft_models.attention.softmax import SoftmaxAttention
+from soft_models.attention.vicinity import VicinityAttention
 
 __all__ = ["ATTENTIONS", "attention_options", "create_attention"]
 
 ATTENTIONS: dict[str, Callable[..., nn.Module]] = {
+    "cosformer": CosformerAttention,
+    "cosformer2d": Cosformer2dAttention,
     "linformer": LinformerAttention,
     "nystromformer": NystromformerAttention,
     "performer": PerformerAttention,
     "soft": SoftAttention,
     "soft_norm": partial(SoftAttention, normalize=True),
     "softmax": SoftmaxAttention,
+    "vicinity": VicinityAttention,
 }
 
 

@@ -369,5 +369,5 @@ class LocalConv(nn.Module):
         C, kernel_size = v.shape[-1], self.weight.shape[-1]
         # As C groups of one channel, not h groups with the channels in the batch: several times faster on CPU.
         weight = self.weight.repeat_interleave(C // self.weight.shape[0], dim=0)
-        x = F.conv2d(tokens_to_map(v, feat_size), weight, padding=kernel_size // 2, groups=C)
+        x = F.conv2d(tokens_to_map(v, feat_size), weight, padding=(kernel_size // 2, kernel_size // 2), groups=C)
         return x.flatten(2).transpose(1, 2)

@@ -40,11 +40,24 @@ SOFT = [
     (_BLOCK + r"mlp\.fc(?P<n>[12])\.",                    _OURS + "mlp.fc{n}."),
     (_BLOCK + r"norm(?P<n>[12])\.",                       _OURS + "norm{n}."),
 ]
+VVT = [
+    (r"patch_embed1\.",                                   "patch_embed."),
+    (r"patch_embed(?P<stage>[2-4])\.",                    "stages.{stage}.downsample."),
+    (r"norm(?P<stage>[1-4])\.",                           "stages.{stage}.norm."),
+    (_BLOCK + r"attn\.q_proj\.",                          _OURS + "attn.qkv.[0]"),
+    (_BLOCK + r"attn\.k_proj\.",                          _OURS + "attn.qkv.[1]"),
+    (_BLOCK + r"attn\.v_proj\.",                          _OURS + "attn.qkv.[2]"),
+    (_BLOCK + r"attn\.out_proj\.",                        _OURS + "attn.proj."),
+    (_BLOCK + r"attn\.se_fc\.",                           _OURS + "attn.gate."),
+    (_BLOCK + r"mlp\.dwconv\.dwconv\.",                   _OURS + "mlp.dwconv."),
+    (_BLOCK,                                              _OURS),
+]
 # fmt: on
 
 # Family: a name that only its files have, and its table.
 RENAMES: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "SOFT": (r"block1\.0\.att\.mha\.W_q\.", SOFT),
+    "VVT": (r"block1\.0\.attn\.q_proj\.", VVT),
 }
 
 
@@ -53,23 +66,31 @@ def rename(state_dict: dict[str, Tensor], table: list[tuple[str, str]]) -> dict[
     rows = [(re.compile(pattern), replacement) for pattern, replacement in table]
     result: dict[str, Tensor] = {}
     pieces: dict[str, dict[int, Tensor]] = {}
+    counts: dict[str, int] = {}
     for name, tensor in state_dict.items():
-        target = _translate(name, rows)
+        target, count = _translate(name, rows)
         part = re.search(r"\[(\d)\]", target)
         if part is None:
             result[target] = tensor
         else:
-            pieces.setdefault(target.replace(part[0], ""), {})[int(part[1])] = tensor
-    result.update({name: torch.cat([found[0], found[1]]) for name, found in pieces.items() if len(found) == 2})
+            whole = target.replace(part[0], "")
+            pieces.setdefault(whole, {})[int(part[1])] = tensor
+            counts[whole] = count
+    for whole, found in pieces.items():
+        if len(found) == counts[whole]:
+            result[whole] = torch.cat([found[i] for i in sorted(found)])
     return result
 
 
-def _translate(name: str, rows: list[tuple[re.Pattern[str], str]]) -> str:
+def _translate(name: str, rows: list[tuple[re.Pattern[str], str]]) -> tuple[str, int]:
+    """The new name, and of how many pieces its tensor is made."""
     for pattern, replacement in rows:
         match = pattern.match(name)
         if match:
             groups = match.groupdict()
             if "stage" in groups:
                 groups["stage"] = str(int(groups["stage"]) - 1)
-            return replacement.format(**groups) + name[match.end() :]
-    return name
+            whole = replacement.partition("[")[0]
+            count = sum(other.partition("[")[0] == whole for _, other in rows)
+            return replacement.format(**groups) + name[match.end() :], count
+    return name, 1

@@ -1,5 +1,5 @@
 """Registers every model with timm; one module per family."""
 
-from soft_models.variants import soft
+from soft_models.variants import cosformer_vit, soft, vvt
 
-__all__ = ["soft"]
+__all__ = ["cosformer_vit", "soft", "vvt"]

@@ -27,7 +27,6 @@ VARIANTS |= {name.replace("soft_", "soft_norm_"): row | {"attention": "soft_norm
 def _cfg(**kwargs: Any) -> dict[str, Any]:
     return {
         "input_size": (3, 224, 224),
-        "min_input_size": (3, 32, 32),
         "pool_size": (7, 7),
         "crop_pct": 0.875,  # 224 of 256, as the paper evaluates
         "interpolation": "bicubic",
