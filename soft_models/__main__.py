@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import soft_models  # noqa: F401  (registers the names)
+from soft_models.registry import registered_names
 
-SIZES = ("tiny", "small", "base", "medium", "large", "huge")
 MARKERS = ("<!-- models: written by `make table` -->", "<!-- end of models -->")
 
 
@@ -36,18 +36,6 @@ class Row:
     inverse_multiply_adds: int  # the part of the iterative inverse, which papers leave out
     img_size: int  # pixels
     published_top1: float | None  # percent on ImageNet-1K, the paper's claim
-
-
-def registered_names() -> list[str]:
-    """Every name whose entry point is defined in this package, family by family, the smallest first."""
-    names = [name for name in timm.list_models() if timm.model_entrypoint(name).__module__.startswith("soft_models.")]
-    return sorted(names, key=split_size)
-
-
-def split_size(name: str) -> tuple[str, int]:
-    """Family, which is the name without its size word, and the rank of that word."""
-    size = next((word for word in name.split("_") if word in SIZES), SIZES[0])
-    return re.sub(rf"_{size}(?=_|$)", "", name), SIZES.index(size)
 
 
 def count_multiply_adds(model: nn.Module, size: Sequence[int]) -> int:

@@ -1,6 +1,7 @@
 """Checkpoints: official numbers from official files, every door and wrapping, and nothing loaded in part."""
 
 import argparse
+import json
 import logging
 import subprocess
 import sys
@@ -13,11 +14,14 @@ import timm
 import torch
 from official import official_images, official_outputs, official_shapes, official_state_dict
 from safetensors.torch import save_file
+from tiny_data import write_folder
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from soft_models.checkpoints import CheckpointError, convert_state_dict, find_weights, matching_names, read_checkpoint
 from soft_models.checkpoints.__main__ import main as convert_main
+from soft_models.training.train import main as train_main
+from soft_models.training.validate import main as validate_main
 
 MINI: dict[str, Any] = {
     "embed_dims": (32, 64, 96, 128),
@@ -142,6 +146,42 @@ def test_a_loaded_model_remembers_the_file_and_not_its_tensors(tmp_path: Path) -
     path = write(official(), tmp_path / "official.pth")
     cfg = door_overlay(path).pretrained_cfg
     assert cfg["file"] == str(path) and "state_dict" not in cfg
+
+
+OPTIONS = "--model soft_conv_tiny --img-size 32 -b 6 -j 0 --device cpu".split()
+
+
+@pytest.fixture(scope="module")
+def official_tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    weights = official_state_dict(official_shapes("soft_official", "soft_tiny"))
+    return write({"state_dict_ema": nested("module.")(weights)}, tmp_path_factory.mktemp("files") / "soft_tiny.pth")
+
+
+@pytest.mark.parametrize("door", ["--pretrained-path", "--initial-checkpoint"])
+def test_training_starts_from_official_files(door: str, official_tiny: Path, tmp_path: Path) -> None:
+    data = write_folder(tmp_path / "data")
+    classes = ["--num-classes", "1000"] if door == "--initial-checkpoint" else []
+    argv = [str(data), *OPTIONS, *classes, door, str(official_tiny), "--output", str(tmp_path), "--experiment", "run"]
+    assert train_main([*argv, "--epochs", "1", "--warmup-epochs", "0", "--lr", "0", "--min-lr", "0"]) == 0
+    trained = find_weights(read_checkpoint(tmp_path / "run" / "last.pth.tar"))[1]
+    expected = timm.create_model("soft_conv_tiny")
+    expected.load_state_dict(read_checkpoint(official_tiny))
+    for name, parameter in expected.named_parameters():
+        if not (name.startswith("head") and door == "--pretrained-path"):
+            assert torch.equal(trained[name], parameter), name
+    assert len(trained["head.weight"]) == (3 if door == "--pretrained-path" else 1000)
+
+
+def test_validation_opens_official_files(
+    official_tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_folder(tmp_path / "data")
+    assert validate_main([str(data), *OPTIONS, "--checkpoint", str(official_tiny)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["model"], result["weights"], result["samples"]) == ("soft_conv_tiny", "ema", 9)
+    argv = [str(data), *OPTIONS, "--checkpoint", str(official_tiny), "--model", "soft_conv_base"]
+    assert validate_main(argv) == 2
+    assert "the file fits 'soft_conv_tiny' or 'soft_norm_conv_tiny'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num_classes", [0, 5, 10])

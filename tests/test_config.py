@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from soft_models.registry import is_ours
 from soft_models.training.cli import cast, field_help, parse_config
 from soft_models.training.config import TrainConfig, ValidateConfig, load_config, plain_dict, to_yaml
 from soft_models.training.errors import UsageError
@@ -46,7 +47,7 @@ def write(folder: Path, text: str) -> str:
 def test_recipe_loads_and_says_what_it_is(path: Path) -> None:
     cfg = load_config(path)
     opening = path.read_text(encoding="utf-8").split("\n\n")[0]
-    assert cfg.model.startswith("soft_")
+    assert is_ours(cfg.model)
     assert "train.py --config configs/" + path.name in opening
     assert "Hardware" in opening
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from official import official_shapes, official_state_dict
 from PIL import Image
@@ -33,6 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 image.save(folder / "my_images" / split / label / f"{i}.jpg")
     weights = official_state_dict(official_shapes("soft_official", "soft_tiny"))
     torch.save({"state_dict": weights}, folder / "soft_tiny.pth")
+    deit = timm.create_model("deit_tiny_patch16_224")
+    torch.save({"model": deit.state_dict()}, folder / "deit_tiny_patch16_224.pth")
     return folder
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from soft_models.checkpoints.files import CheckpointError, find_weights, some_of
 from soft_models.checkpoints.renames import RENAMES, rename
+from soft_models.registry import registered_names
 
 __all__ = ["LoadsOfficialWeights", "check_fit", "checkpoint_filter_fn", "convert_state_dict", "matching_names"]
 
@@ -146,11 +147,7 @@ def matching_names(weights: Mapping[str, Tensor]) -> list[str]:
 
     Depths, widths, heads and the kind of landmarks show in names and shapes; whether attention is normalised does not.
     """
-    return [name for name in our_names() if _fits_name(weights, name)]
-
-
-def our_names() -> list[str]:
-    return [name for name in timm.list_models() if timm.model_entrypoint(name).__module__.startswith("soft_models.")]
+    return [name for name in registered_names() if _fits_name(weights, name)]
 
 
 def _fits_name(weights: Mapping[str, Tensor], name: str) -> bool:

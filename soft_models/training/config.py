@@ -64,7 +64,6 @@ class CommonConfig:
     amp_dtype: AmpDtype = "float16"  # float16 or bfloat16
     torchcompile: str | None = None  # compile the model; the bare flag means backend inductor
     torchcompile_mode: str | None = None  # mode of torch.compile
-    trust_checkpoint: bool = False  # allow checkpoints that run code when unpickled
     seed: int = 42  # of every random draw
     log_interval: int = 50  # steps between log lines
 

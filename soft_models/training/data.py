@@ -11,8 +11,10 @@ from timm.data import create_transform
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from soft_models.checkpoints import some_of
+
 from .config import CommonConfig, TrainConfig
-from .errors import UsageError, some_of
+from .errors import UsageError
 from .sampling import Draw, EvalBatches, TrainBatches, seed_host
 from .sources import Source
 

@@ -12,10 +12,3 @@ def suggestion(name: str, choices: Iterable[str]) -> str:
     """Ending of an error message that names the closest of ``choices``, or nothing where none is close."""
     close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def some_of(names: Iterable[str], limit: int = 5) -> str:
-    """The first ``limit`` names, and how many more there are."""
-    listed = list(names)
-    rest = f" and {len(listed) - limit} more" if len(listed) > limit else ""
-    return ", ".join(listed[:limit]) + rest

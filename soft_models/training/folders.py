@@ -9,7 +9,9 @@ from pathlib import Path
 from timm.data import get_img_extensions
 from timm.utils import natural_key
 
-from .errors import UsageError, some_of, suggestion
+from soft_models.checkpoints import some_of
+
+from .errors import UsageError, suggestion
 
 _logger = logging.getLogger(__name__)
 

@@ -1,10 +1,8 @@
 """Creating the model that a config names, with the weights that it names."""
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
-from unittest import mock
 
 import timm
 import torch
@@ -13,9 +11,12 @@ from timm.models import get_pretrained_cfg, is_model
 from timm.optim import list_optimizers
 from torch import nn
 
-from .checkpoints import OURS, check_architecture, choose_weights, load_exactly, read_checkpoint
+from soft_models.checkpoints import read_checkpoint, some_of
+from soft_models.registry import is_ours
+
+from .checkpoints import OURS, check_architecture, choose_weights, load_exactly
 from .config import EVAL_METRICS, CommonConfig, TrainConfig
-from .errors import UsageError, some_of, suggestion
+from .errors import UsageError, suggestion
 
 _logger = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ def build_train_model(cfg: TrainConfig, num_classes: int | None) -> Any:
     """
     arguments = model_arguments(cfg, num_classes)
     rates = {"drop_rate": cfg.drop, "drop_path_rate": cfg.drop_path, "drop_block_rate": cfg.drop_block}
+    model: Any
     if cfg.pretrained_path:
         model = _adapt_weights(cfg, arguments, rates)
     else:
@@ -115,57 +117,44 @@ def build_train_model(cfg: TrainConfig, num_classes: int | None) -> Any:
 
 def _load_initial(cfg: TrainConfig, model: nn.Module) -> None:
     path = cfg.initial_checkpoint
-    checkpoint = read_checkpoint(path, cfg.trust_checkpoint)
+    checkpoint = read_checkpoint(path)
     check_architecture(checkpoint, cfg.model, path)
     key, weights = choose_weights(checkpoint, None, path)
     load_exactly(model, weights, path, advice="--pretrained-path adapts head and input channels")
     _logger.info("loaded all %d tensors of %s from %s", len(weights), key or "the weights", path)
 
 
-def _adapt_weights(cfg: TrainConfig, arguments: Mapping[str, Any], rates: Mapping[str, Any]) -> Any:
-    """Load through timm's pretrained path, which renames, resizes, and leaves out a head of other classes."""
+def _adapt_weights(cfg: TrainConfig, arguments: Mapping[str, Any], rates: Mapping[str, Any]) -> nn.Module:
+    """Load through timm's pretrained path, which renames, resizes, and adapts the input channels; all or nothing.
+
+    A head of other classes stays new. timm would then load whatever fits, so here it is given a head of the right
+    classes, the new model's own, and loads strictly.
+    """
     path = cfg.pretrained_path
-    checkpoint = read_checkpoint(path, cfg.trust_checkpoint)
+    checkpoint = read_checkpoint(path)
     check_architecture(checkpoint, cfg.model, path)
-    key, weights = choose_weights(checkpoint, None, path)
-    known = get_pretrained_cfg(cfg.model, allow_unregistered=True)
-    overlay = {"state_dict": dict(weights), "num_classes": _head_classes(weights, known), "custom_load": False}
-    with _recording_loads() as results:
-        model = create_model(cfg.model, arguments, pretrained=True, pretrained_cfg_overlay=overlay, **rates)
+    model = create_model(cfg.model, arguments, **rates)
+    if is_ours(cfg.model.split(".")[0]):
+        overlay: dict[str, Any] = {"file": path}  # ours see to the head and to completeness themselves
+    else:
+        key, weights = choose_weights(checkpoint, None, path)
+        own, new = model.state_dict(), []
+        for name in (f"{head}.{kind}" for head in _names(model.pretrained_cfg.get("classifier")) for kind in _KINDS):
+            if name in own and (name not in weights or weights[name].shape != own[name].shape):
+                weights[name] = own[name]
+                new.append(name)
+        _logger.info("loading %s of %s; new: %s", key or "the weights", path, some_of(new) or "nothing")
+        overlay = {"state_dict": weights, "num_classes": model.num_classes, "custom_load": False}
+    model = create_model(cfg.model, arguments, pretrained=True, pretrained_cfg_overlay=overlay, **rates)
     model.pretrained_cfg.pop("state_dict", None)  # or every copy of the model would carry the weights along
-    heads = tuple(_names(model.pretrained_cfg.get("classifier")) + _names(model.pretrained_cfg.get("first_conv")))
-    missing = [name for result in results for name in result.missing_keys if not name.startswith(heads or ("\0",))]
-    if missing:
-        raise UsageError(f"{path} does not fit {cfg.model}: {len(missing)} tensors missing: {some_of(missing, 3)}")
-    new = [name for result in results for name in result.missing_keys]
-    _logger.info("loaded %s of %s; new: %s", key or "the weights", path, some_of(new) or "nothing")
     return model
+
+
+_KINDS = ("weight", "bias")
 
 
 def _names(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else list(value or ())
-
-
-def _head_classes(weights: Mapping[str, Any], known: Any) -> int:
-    """Classes of the head in a file, or -1, which always makes a new head."""
-    names = _names(known.classifier) if known is not None else []
-    heads = [weights[f"{name}.weight"] for name in names if f"{name}.weight" in weights]
-    return int(heads[0].shape[0]) if heads else -1
-
-
-@contextmanager
-def _recording_loads() -> Iterator[list[Any]]:
-    """Results of every ``load_state_dict`` inside: timm logs them, and goes on with whatever was loaded."""
-    results: list[Any] = []
-    original = nn.Module.load_state_dict
-
-    def recorded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        results.append(result)
-        return result
-
-    with mock.patch.object(nn.Module, "load_state_dict", recorded):
-        yield results
 
 
 def _scale_head(cfg: TrainConfig, model: Any) -> None:

@@ -5,18 +5,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from soft_models.checkpoints import read_checkpoint, some_of
+
 from .checkpoints import (
     OURS,
     Checkpoint,
     check_architecture,
     choose_weights,
     load_exactly,
-    read_checkpoint,
     stored_extras,
 )
 from .config import TrainConfig
 from .engine import Position
-from .errors import UsageError, some_of
+from .errors import UsageError
 from .learner import Learner
 from .runtime import Runtime
 from .saver import LAST, recovery_files
@@ -37,11 +38,11 @@ def find_resume(cfg: TrainConfig, folder: Path | None) -> tuple[Path, Checkpoint
             )
         return None
     if cfg.resume != "auto":
-        return Path(cfg.resume), read_checkpoint(cfg.resume, cfg.trust_checkpoint)
+        return Path(cfg.resume), read_checkpoint(cfg.resume)
     if folder is None:
         raise UsageError("--resume auto needs --experiment, which names the folder to look in")
     paths = [path for path, _ in recovery_files(folder)[:1]] + [folder / LAST]
-    found = [(path, read_checkpoint(path, cfg.trust_checkpoint)) for path in paths if path.exists()]
+    found = [(path, read_checkpoint(path)) for path in paths if path.exists()]
     if not found:
         _logger.info("nothing to resume in %s yet: starting", folder)
         return None

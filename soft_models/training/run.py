@@ -12,8 +12,10 @@ from timm.utils import distribute_bn
 from torch import nn
 from torch.utils.data import DataLoader
 
+from soft_models.checkpoints import read_checkpoint
+
 from .augment import BatchTransform, build_train_transform
-from .checkpoints import FORMAT, OURS, Checkpoint, read_checkpoint
+from .checkpoints import FORMAT, OURS, Checkpoint
 from .config import plain_dict
 from .data import BrokenImages, ImageSamples, build_loader, eval_transform, image_mode, train_transform
 from .engine import EvalResult, Position, TrainSetup, evaluate, train_one_epoch

@@ -5,6 +5,8 @@ import os
 import sys
 from collections.abc import Callable
 
+from soft_models.checkpoints import CheckpointError
+
 from .engine import NonFiniteError
 from .errors import UsageError
 from .files import SaveError
@@ -16,7 +18,7 @@ def run_script(name: str, work: Callable[[], int]) -> int:
     """Exit code of ``work``: 2 and one line for a caller's mistake, 1 and one line for a run that had to stop."""
     try:
         return work()
-    except UsageError as error:
+    except (UsageError, CheckpointError) as error:
         if int(os.environ.get("RANK", 0)) == 0:
             sys.stderr.write(f"{name}: error: {error}\n")
         return 2

@@ -12,8 +12,10 @@ from PIL import Image
 from timm.data import create_dataset
 from torch.utils.data import IterableDataset
 
+from soft_models.checkpoints import some_of
+
 from .config import CommonConfig, TrainConfig, ValidateConfig
-from .errors import UsageError, some_of
+from .errors import UsageError
 from .folders import FolderScan, find_split, label_images, read_class_map, scan_folder
 from .images import read_image
 

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from soft_models.checkpoints import read_checkpoint
+
 from .augment import BatchTransform
 from .checkpoints import (
     check_architecture,
     choose_weights,
     load_exactly,
-    read_checkpoint,
     stored_extras,
     stored_options,
 )
@@ -110,7 +111,7 @@ def read_stored(cfg: ValidateConfig) -> tuple[ValidateConfig, Stored]:
         if not cfg.model:
             raise UsageError("nothing to validate: give --checkpoint, or --model for published weights")
         return cfg, Stored()
-    checkpoint = read_checkpoint(cfg.checkpoint, cfg.trust_checkpoint)
+    checkpoint = read_checkpoint(cfg.checkpoint)
     options, extras = stored_options(checkpoint), stored_extras(checkpoint)
     name = cfg.model or options.get("model") or checkpoint.get("arch")
     if not name:
@@ -158,17 +159,18 @@ def prepare(cfg: ValidateConfig, model: nn.Module, runtime: Runtime) -> nn.Modul
 
 
 def check_classes(model: nn.Module, split: Split) -> None:
-    """Refuse data whose labels the model cannot give.
+    """Refuse data whose labels the model cannot give, and point out a model with more classes than the data.
 
     Raises:
         UsageError: More classes in the data than in the head.
     """
     head = getattr(model, "num_classes", None)
-    if head is None or split.classes is None or len(split.classes) <= head:
+    if head is None or split.classes is None or len(split.classes) == head:
         return
-    raise UsageError(
-        f"{split.name} has {len(split.classes)} classes, the model knows {head}: they do not belong together"
-    )
+    count = f"{split.name} has {len(split.classes)} classes, the model knows {head}"
+    if len(split.classes) > head:
+        raise UsageError(f"{count}: they do not belong together")
+    _logger.warning("%s: folders in alphabetical order are taken for its first classes", count)
 
 
 def summary(

@@ -1,5 +1,5 @@
 """Registers every model with timm; one module per family."""
 
-from soft_models.variants import cosformer_vit, soft, vvt
+from soft_models.variants import cosformer_vit, pyramid, soft, vvt
 
-__all__ = ["cosformer_vit", "soft", "vvt"]
+__all__ = ["cosformer_vit", "pyramid", "soft", "vvt"]

@@ -24,7 +24,8 @@ VARIANTS["soft_conv_base"] = VARIANTS["soft_conv_small"] | {"depths": (1, 3, 20,
 VARIANTS |= {name.replace("soft_", "soft_norm_"): row | {"attention": "soft_norm"} for name, row in VARIANTS.items()}
 
 
-def _cfg(**kwargs: Any) -> dict[str, Any]:
+def soft_cfg(**kwargs: Any) -> dict[str, Any]:
+    """timm configuration of a model with SOFT's body."""
     return {
         "input_size": (3, 224, 224),
         "pool_size": (7, 7),
@@ -39,7 +40,7 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
     }
 
 
-default_cfgs = generate_default_cfgs({name: _cfg() for name in VARIANTS})
+default_cfgs = generate_default_cfgs({name: soft_cfg() for name in VARIANTS})
 
 
 def _create_soft(variant: str, pretrained: bool, **kwargs: Any) -> PyramidTransformer:

@@ -1,0 +1,297 @@
+"""Speed and memory against timm's models, every row in one run, ours and the peer taking turns.
+
+    python -m benchmarks.speed                             every row, about ten minutes on 2 CPU cores
+    python -m benchmarks.speed --rows "cosformer|vvt"      rows whose name matches
+    python -m benchmarks.speed --output table.md           write the table as well
+
+A ratio is the median over the rounds, its spread the middle half of them. Nothing else should run on the machine.
+"""
+
+import argparse
+import json
+import logging
+import platform
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+import soft_models
+from benchmarks.plain_soft import make_plain
+from soft_models.__main__ import count_multiply_adds
+from soft_models.attention import soft
+
+_logger = logging.getLogger("benchmarks")
+
+Step = Callable[[], object]
+PVT, EFFICIENTVIT = "pvt_v2_b1", "efficientvit_b1"
+VIT: dict[str, Any] = {"global_pool": "avg", "class_token": False}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    work: str
+    measure: Callable[[int], list[float]]  # ratios, one for each round
+    must: float | None = None
+    at_most: bool = False  # whether a smaller ratio is better
+
+
+def build(name: str, **kwargs: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model(name, **kwargs).eval().to(memory_format=torch.channels_last)
+
+
+def images(size: int, batch: int) -> torch.Tensor:
+    x = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0))
+    return x.to(memory_format=torch.channels_last)
+
+
+def inference(model: nn.Module, size: int, batch: int) -> Step:
+    x = images(size, batch)
+
+    def step() -> None:
+        with torch.inference_mode():
+            model(x)
+
+    return step
+
+
+def training(model: nn.Module, size: int, batch: int) -> Step:
+    x, target = images(size, batch), torch.arange(batch)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), target).backward()
+        optimizer.step()
+
+    return step
+
+
+def seconds(step: Step) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def alternate(rounds: int, ours: Step, peer: Step, repeats: int = 1) -> list[float]:
+    """Time of the peer over ours, round by round, each round both in turn."""
+    for step in (ours, peer):
+        step()
+        step()
+    ratios = []
+    for _ in range(rounds):
+        own = min(seconds(ours) for _ in range(repeats))
+        ratios.append(min(seconds(peer) for _ in range(repeats)) / own)
+    return ratios
+
+
+def against(
+    ours: str,
+    peer: str,
+    size: int,
+    batch: int,
+    kind: Callable[[nn.Module, int, int], Step] = inference,
+    repeats: int = 1,
+    **kwargs: Any,
+) -> Callable[[int], list[float]]:
+    """Ratio of img/s, ours over the peer's; ``kwargs`` are the peer's."""
+
+    def measure(rounds: int) -> list[float]:
+        return alternate(rounds, kind(build(ours), size, batch), kind(build(peer, **kwargs), size, batch), repeats)
+
+    return measure
+
+
+def vit_peer(ours: str, size: int, batch: int) -> Callable[[int], list[float]]:
+    return against(ours, "vit_small_patch16_224", size, batch, img_size=size, **VIT)
+
+
+def memory(kind: str, size: int, batch: int) -> Callable[[int], list[float]]:
+    """Ratio of peak resident memory above that before the step, in fresh processes, ours over the peer's."""
+
+    def measure(rounds: int) -> list[float]:
+        peaks = [
+            [peak_in_process(kind, name, size, batch) for name in ("soft_tiny", PVT)] for _ in range(min(rounds, 3))
+        ]
+        return [ours / peer for ours, peer in peaks]
+
+    return measure
+
+
+def peak_in_process(kind: str, name: str, size: int, batch: int) -> float:
+    arguments = json.dumps([kind, name, size, batch])
+    command = [sys.executable, "-m", "benchmarks.speed", "--peak", arguments]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def print_peak(kind: str, name: str, size: int, batch: int) -> None:
+    """Peak resident size of one step in this process, less the size before it, in bytes."""
+    step = {"inference": inference, "training": training}[kind](build(name), size, batch)
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    step()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    sys.stdout.write(f"{peak - before}\n")
+
+
+def time_per_pixel(rounds: int) -> list[float]:
+    model = build("soft_tiny", stage4_attention="soft")
+    small_over_large = alternate(rounds, inference(model, 2048, 1), inference(model, 512, 1))
+    return [1 / (16 * ratio) for ratio in small_over_large]
+
+
+def achieved_flops(rounds: int) -> list[float]:
+    """GFLOP/s of the model over those of a large float32 matrix product."""
+    model, side = build("soft_tiny"), 3072
+    work = 8 * count_multiply_adds(model, (3, 224, 224))
+    a, b = torch.randn(side, side), torch.randn(side, side)
+    ratios = alternate(rounds, inference(model, 224, 8), lambda: a @ b)
+    return [ratio * work / side**3 for ratio in ratios]
+
+
+def plain_conv(rounds: int) -> list[float]:
+    plain = make_plain(build("soft_conv_tiny"))
+    return alternate(rounds, inference(build("soft_conv_tiny"), 224, 8), inference(plain, 224, 8))
+
+
+def conv_grid(rounds: int) -> list[float]:
+    free = build("soft_conv_tiny", landmark_grid=7)
+    return alternate(min(rounds, 2), inference(free, 1024, 1), inference(build("soft_conv_tiny"), 1024, 1))
+
+
+def autocast(rounds: int) -> list[float]:
+    model = build("soft_tiny")
+    plain = inference(model, 224, 8)
+
+    def half() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            plain()
+
+    return alternate(rounds, half, plain)
+
+
+def compiled(kind: Callable[[nn.Module, int, int], Step], batch: int) -> Callable[[int], list[float]]:
+    def measure(rounds: int) -> list[float]:
+        model = build("soft_tiny")
+        model.compile()
+        return alternate(rounds, kind(model, 224, batch), kind(build("soft_tiny"), 224, batch))
+
+    return measure
+
+
+def inverse_share(rounds: int) -> list[float]:
+    """Part of a training step that the inverse takes: 1 - (time with the identity in its place / time)."""
+    whole, without = training(build("soft_tiny"), 224, 16), training(build("soft_tiny"), 224, 16)
+    original = soft.soft_inverse_apply
+
+    def identity() -> None:
+        soft.soft_inverse_apply = lambda kernel, x, *args: x
+        try:
+            without()
+        finally:
+            soft.soft_inverse_apply = original
+
+    return [1 - ratio for ratio in alternate(rounds, whole, identity)]
+
+
+ROWS = (
+    Row(f"soft_tiny inference 224, batch 8, img/s over {PVT}", against("soft_tiny", PVT, 224, 8), 1.5),
+    Row(f"soft_tiny inference 224, batch 1, img/s over {PVT}", against("soft_tiny", PVT, 224, 1, repeats=5), 1.7),
+    Row(f"soft_tiny training 224, batch 16, img/s over {PVT}", against("soft_tiny", PVT, 224, 16, training), 1.4),
+    Row(f"soft_tiny training 224, batch 16, peak memory over {PVT}", memory("training", 224, 16), 0.95, True),
+    Row(f"soft_tiny inference 1024, batch 1, img/s over {PVT}", against("soft_tiny", PVT, 1024, 1), 3.5),
+    Row(f"soft_tiny inference 1024, batch 1, peak memory over {PVT}", memory("inference", 1024, 1), 0.45, True),
+    Row(f"soft_tiny inference 224, batch 8, img/s over {EFFICIENTVIT}", against("soft_tiny", EFFICIENTVIT, 224, 8)),
+    Row(f"soft_tiny inference 1024, batch 1, img/s over {EFFICIENTVIT}", against("soft_tiny", EFFICIENTVIT, 1024, 1)),
+    Row("soft_tiny (stage 4 soft too) time per pixel, 2048 over 512", time_per_pixel, 1.15, True),
+    Row("soft_tiny 224, batch 8, GFLOP/s over a large matrix product's", achieved_flops, 0.7),
+    Row("soft_conv_tiny 224, batch 8, img/s over the released arithmetic", plain_conv, 2.0),
+    Row("soft_conv_tiny 1024, img/s, landmark_grid=7 over None", conv_grid, 20.0),
+    Row("soft_tiny 224, batch 8, bfloat16 autocast over float32", autocast, 1.6),
+    Row("soft_tiny inference 224, batch 8, compiled over eager", compiled(inference, 8), 1.15),
+    Row("soft_tiny training 224, batch 16, compiled over eager", compiled(training, 16), 1.15),
+    Row("soft_tiny training 224, batch 16, the inverse's share", inverse_share, 0.10, True),
+    Row(
+        "cosformer_vit_small 224, batch 8, img/s over timm's ViT",
+        vit_peer("cosformer_vit_small_patch16_224", 224, 8),
+        0.95,
+    ),
+    Row(
+        "cosformer2d_vit_small 224, batch 8, img/s over timm's ViT",
+        vit_peer("cosformer2d_vit_small_patch16_224", 224, 8),
+        0.9,
+    ),
+    Row(
+        "cosformer_vit_small 1024, batch 1, img/s over timm's ViT",
+        vit_peer("cosformer_vit_small_patch16_224", 1024, 1),
+        3.0,
+    ),
+    Row(
+        "cosformer2d_vit_small 1024, batch 1, img/s over timm's ViT",
+        vit_peer("cosformer2d_vit_small_patch16_224", 1024, 1),
+        3.0,
+    ),
+    Row(f"vvt_tiny 224, batch 8, img/s over {PVT}", against("vvt_tiny", PVT, 224, 8), 1 / 1.42),
+)
+
+
+def line(row: Row, ratios: list[float]) -> str:
+    """The row as a line of a Markdown table."""
+    ratio = statistics.median(ratios)
+    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratio,) * 3
+    if row.must is None:
+        return f"| {row.work} | {ratio:.2f} | {low:.2f} to {high:.2f} | - | - |"
+    sign, good = ("<=", ratio <= row.must) if row.at_most else (">=", ratio >= row.must)
+    return f"| {row.work} | {ratio:.2f} | {low:.2f} to {high:.2f} | {sign} {row.must:.2f} | {'yes' if good else 'NO'} |"
+
+
+def heading(threads: int) -> str:
+    cpu = (
+        re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
+    )
+    name = cpu[1] if cpu else platform.processor()
+    versions = f"torch {torch.__version__}, timm {timm.__version__}, soft_models {soft_models.__version__}"
+    return f"{date.today()}, {name}, {threads} threads, float32, channels-last, {versions}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns 1 if a row misses its bound."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rows", default="", help="regular expression: only rows whose name matches")
+    parser.add_argument("--rounds", type=int, default=7, help="turns that ours and the peer take")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads")
+    parser.add_argument("--output", type=Path, help="file for the table, in Markdown")
+    parser.add_argument("--peak", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    if args.peak:
+        print_peak(*json.loads(args.peak))
+        return 0
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    lines = [heading(args.threads), "", "| work | ratio | middle half | bound | kept |", "|---|---:|---:|---:|---|"]
+    _logger.info("%s", "\n".join(lines))
+    for row in ROWS:
+        if re.search(args.rows, row.work):
+            lines.append(line(row, row.measure(args.rounds)))
+            _logger.info("%s", lines[-1])
+    if args.output:
+        args.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return int(any(text.endswith("| NO |") for text in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
