@@ -13,7 +13,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 # A set-up that fails half way leaves no stamp behind.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-timm install format lint type check table clean
+.PHONY: help demo test test-all test-timm install format lint type check table bench clean
 # Kept, though only a pattern names them.
 .PRECIOUS: $(VENV)/.installed-%
 
@@ -74,6 +74,9 @@ check: lint type test ## what to run before a commit
 
 table: $(VENV)/.installed-test ## rewrite the README's table of models from the registry
 	$(PY) -m soft_models --update README.md
+
+bench: $(VENV)/.installed-test ## speed and memory against timm's models (about 10 minutes; run nothing else)
+	$(PY) -m benchmarks.speed --output benchmarks/results/speed.md
 
 clean: ## remove caches and build leftovers; data, runs and the environment stay
 	rm -rf build dist *.egg-info .cache .mypy_cache .pytest_cache .ruff_cache

@@ -15,12 +15,13 @@ def make_plain(model: nn.Module) -> nn.Module:
     """Give every SOFT attention of ``model`` the plain forward, in place."""
     for module in model.modules():
         if isinstance(module, SoftAttention):
-            module.forward = MethodType(plain_forward, module)
+            module.__dict__["forward"] = MethodType(plain_forward, module)
     return model
 
 
 def plain_forward(self: SoftAttention, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
     """SOFT with convolutional landmarks, not normalised: queries and values per head, N x M products in order."""
+    assert self.landmarks.conv is not None and self.local is not None
     B, N, C = x.shape
     h, d = self.num_heads, C // self.num_heads
     weights, biases = self.qv.weight.chunk(2), self.qv.bias.chunk(2)
