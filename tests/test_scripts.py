@@ -328,7 +328,7 @@ REFUSALS = {
     "classes": (["--num-classes", "2"], "--num-classes 2 is too small: the data have 3 classes"),
     "folder": (["--data-dir", "/nowhere"], "data folder '/nowhere' does not exist"),
     "split": (["--val-split", "holdout"], "no folder 'holdout' in"),
-    "resume": (["--resume", "none.pth"], "no checkpoint 'none.pth'"),
+    "resume": (["--resume", "none.pth"], "no checkpoint file 'none.pth'"),
     "decay": (["--layer-decay", "0.7", "--sched", "none"], "--layer-decay is applied by the schedule"),
     "epochs": (["--epochs", "0"], "--epochs must be at least 1, got 0"),
     "device": (["--device", "cuda:9x"], "--device must be cpu, cuda, cuda:N or mps, got 'cuda:9x'"),
@@ -466,7 +466,7 @@ def test_missing_averaged_weights_are_an_error(
     del checkpoint["state_dict_ema"]
     torch.save(checkpoint, tmp_path / "raw.pth")
     assert validate_main([str(data), "--checkpoint", str(tmp_path / "raw.pth"), "--use-ema"]) == 2
-    assert "has no weights under state_dict_ema or model_ema; it has state_dict" in capsys.readouterr().err
+    assert "no averaged weights under state_dict_ema, model_ema" in capsys.readouterr().err
 
 
 def test_other_classes_are_refused_in_validation(

@@ -103,9 +103,16 @@ def reweighted_attention(
         weights = (q @ k.transpose(-2, -1)).mul_(table_q @ table_k.transpose(0, 1))
         return (weights @ v) / (weights.sum(dim=-1, keepdim=True) + plus).clamp(min=eps)
     total = (normaliser(q, k, table_q, table_k) + plus).clamp(min=eps)
-    # In this order only one of the wide tensors is alive at a time.
-    state = reweight(k, table_k).transpose(-2, -1) @ v  # (B, h, r d, d_v)
-    return (reweight(q, table_q) @ state) / total
+    # One factor after the other: features of r times the width would only be written to be read once.
+    out = factor_sums(q, k * table_k[:, :1], v) * table_q[:, :1]
+    for r in range(1, table_q.shape[1]):
+        out = out.addcmul(factor_sums(q, k * table_k[:, r : r + 1], v), table_q[:, r : r + 1])
+    return out / total
+
+
+def factor_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``q (k^T v)``, ``(B, h, N, d)``."""
+    return q @ (k.transpose(-2, -1) @ v)
 
 
 def few_tokens(n: int, n_k: int, width: int) -> bool:
