@@ -51,3 +51,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip_slow)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(skip_gpu)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List the largest deviations from the official numbers, which tests record as the property ``deviation``."""
+    reports = terminalreporter.stats.get("passed", []) + terminalreporter.stats.get("failed", [])
+    lines = [str(value) for report in reports for name, value in report.user_properties if name == "deviation"]
+    if lines:
+        terminalreporter.section("largest deviations from the official numbers")
+        for line in sorted(lines):
+            terminalreporter.write_line(line)

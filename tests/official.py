@@ -54,3 +54,15 @@ def official_images(height: int, width: int) -> Tensor:
 def official_outputs(file: str) -> dict[str, Tensor]:
     with np.load(DATA / f"{file}_official.npz") as numbers:
         return {key: torch.from_numpy(numbers[key]) for key in numbers.files}
+
+
+def largest_deviation(found: dict[str, Tensor], expected: dict[str, Tensor], entry: str) -> tuple[float, str]:
+    """Of the outputs of one ``entry`` from the official ones, by name, and in words."""
+    deviations = {what: (x - expected[f"{entry}/{what}"]).abs().max().item() for what, x in found.items()}
+    words = ", ".join(f"{what} {value:.1e}" for what, value in deviations.items())
+    return max(deviations.values()), f"{entry}: {words}"
+
+
+def stage_outputs(logits: Tensor, maps: list[Tensor]) -> dict[str, Tensor]:
+    """A pyramid's outputs as the data files hold them: the logits whole, of the maps every so many entries."""
+    return {"logits": logits} | {f"stage{i}": x[:, ::16, ::4, ::4] for i, x in enumerate(maps, start=1)}

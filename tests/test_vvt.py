@@ -1,11 +1,19 @@
 """VVT: official numbers, sizes, features, gradients."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import timm
 import torch
-from official import official_images, official_outputs, official_shapes, official_state_dict
+from official import (
+    largest_deviation,
+    official_images,
+    official_outputs,
+    official_shapes,
+    official_state_dict,
+    stage_outputs,
+)
 from torch import Tensor
 
 from soft_models.checkpoints import CheckpointError, checkpoint_filter_fn
@@ -32,18 +40,15 @@ def official_model(tag: str) -> VicinityVisionTransformer:
 
 
 @pytest.mark.parametrize("case", ["vvt_mini/224x224", "vvt_mini/160x256", "vvt_tiny/224x224"])
-def test_official_weights_give_the_official_numbers(case: str) -> None:
+def test_official_weights_give_the_official_numbers(case: str, record_property: Callable[[str, object], None]) -> None:
     tag, size = case.split("/")
-    height, width = map(int, size.split("x"))
-    x = official_images(height, width)
-    expected = official_outputs("vvt")
     model = official_model(tag)
     with torch.no_grad():
-        features, maps = model.forward_intermediates(x)
-        logits = model.forward_head(features)
-    torch.testing.assert_close(logits, expected[f"{case}/logits"], rtol=0, atol=1e-4)
-    for i, stage in enumerate(maps, 1):
-        torch.testing.assert_close(stage[:, ::16, ::4, ::4], expected[f"{case}/stage{i}"], rtol=0, atol=1e-4)
+        features, maps = model.forward_intermediates(official_images(*map(int, size.split("x"))))
+        found = stage_outputs(model.forward_head(features), maps)
+    deviation, words = largest_deviation(found, official_outputs("vvt"), case)
+    record_property("deviation", words)
+    assert deviation < 1e-4, words
 
 
 def test_limits_are_part_of_the_released_model() -> None:
