@@ -1,7 +1,7 @@
 """Creating the model that a config names, with the weights that it names."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import timm
@@ -195,6 +195,25 @@ def input_config(
         values = resolved[name]
         resolved[name] = tuple(values) if len(values) == in_chans else (sum(values) / len(values),) * in_chans
     return resolved
+
+
+@torch.no_grad()
+def check_input(model: nn.Module, input_size: Sequence[int]) -> None:
+    """Try the model on one black image, so that a size it cannot take is refused before work starts.
+
+    Raises:
+        UsageError: It cannot take ``input_size``, channels, height and width.
+    """
+    like = next(model.parameters())
+    was_training = model.training
+    model.eval()
+    try:
+        model(torch.zeros(1, *input_size, device=like.device, dtype=like.dtype))
+    except (ValueError, RuntimeError, AssertionError) as error:
+        size = " x ".join(map(str, input_size))
+        raise UsageError(f"the model cannot take images of {size}: {' '.join(str(error).split())[:300]}") from None
+    finally:
+        model.train(was_training)
 
 
 def model_channels(model: nn.Module, cfg: CommonConfig) -> int:

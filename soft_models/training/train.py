@@ -23,7 +23,7 @@ from .cli import parse_config
 from .config import TrainConfig, to_yaml
 from .files import RunLock, write_atomic
 from .learner import ema_note
-from .models import build_train_model, input_config
+from .models import build_train_model, check_input, input_config
 from .plan import Plan, make_plan
 from .run import Run, build_run, run_epochs
 from .runtime import StopRequest, running
@@ -69,6 +69,7 @@ def build_model(plan: Plan) -> nn.Module:
         cfg = replace(cfg, pretrained=False, pretrained_path="", initial_checkpoint="")
     seed_all(derive_seed(cfg.seed, "model"))
     model = build_train_model(cfg, cfg.num_classes)
+    check_input(model, input_config(cfg, model)["input_size"])
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     _logger.info("%s: %.2fM parameters, on %s", cfg.model, millions, plan.runtime.device)
     return model

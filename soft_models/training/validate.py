@@ -37,7 +37,15 @@ from .data import BrokenImages, ImageSamples, build_loader, eval_transform, imag
 from .engine import EvalResult, evaluate
 from .errors import UsageError
 from .files import write_atomic
-from .models import check_model_name, create_model, input_config, model_arguments, rebuild_arguments, spatial_size
+from .models import (
+    check_input,
+    check_model_name,
+    create_model,
+    input_config,
+    model_arguments,
+    rebuild_arguments,
+    spatial_size,
+)
 from .runtime import Runtime, build_autocast, running
 from .sampling import EvalBatches
 from .script import run_script
@@ -91,6 +99,7 @@ def validate(cfg: ValidateConfig, runtime: Runtime) -> dict[str, Any]:
     data_config = input_config(
         cfg, model, stored.data_config, use_test_size=not stored.weights and not cfg.use_train_size
     )
+    check_input(model, data_config["input_size"])
     model = prepare(cfg, model, runtime)
     broken = BrokenImages()
     mode = image_mode(data_config["input_size"][0], cfg.input_img_mode or stored.input_img_mode)
