@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import soft_models  # noqa: F401  (registers the names)
 from soft_models.registry import registered_names
 
+STEPS = ("newton_iters", "pinv_iters")  # what the attentions call the steps of their inverses
 MARKERS = ("<!-- models: written by `make table` -->", "<!-- end of models -->")
 
 
@@ -51,12 +52,12 @@ def describe(name: str) -> Row:
     model = timm.create_model(name, device="meta").eval()
     size = model.pretrained_cfg["input_size"]
     total = count_multiply_adds(model, size)
-    inverses = [module for module in model.modules() if hasattr(module, "newton_iters")]
-    steps = max((module.newton_iters for module in inverses), default=0)
-    for module in inverses:
-        module.newton_iters += 1
+    inverses = [(module, steps) for module in model.modules() for steps in STEPS if hasattr(module, steps)]
+    iters = max((getattr(module, steps) for module, steps in inverses), default=0)
+    for module, steps in inverses:
+        setattr(module, steps, iters + 1)
     # What one more step costs, each of them costs.
-    inverse = steps * (count_multiply_adds(model, size) - total) if inverses else 0
+    inverse = iters * (count_multiply_adds(model, size) - total) if inverses else 0
     found = re.search(r"([\d.]+) % ImageNet-1K top-1", timm.model_entrypoint(name).__doc__ or "")
     return Row(
         name=name,

@@ -14,7 +14,7 @@ from soft_models.backbone import PyramidBackbone, check_lengths, halve, resolve_
 from soft_models.checkpoints import checkpoint_filter_fn
 from soft_models.layers import Block, ConvBNReLU, PostNormBlock, add_pos_embed, tokens_to_map
 
-__all__ = ["PyramidTransformer", "checkpoint_filter_fn"]  # timm looks for the filter beside the class
+__all__ = ["PyramidTransformer", "checkpoint_filter_fn"]  # timm's tests look for the filter here
 
 STEM_WIDTH = 32  # channels of the stem's first two convolutions, in every size
 PER_STAGE = {"sr_ratios": "sr_ratio", "local_kernels": "local_kernel"}  # the attentions' keyword for one stage's value

@@ -14,7 +14,7 @@ from soft_models.backbone import PyramidBackbone, check_lengths, resolve_norm
 from soft_models.checkpoints import checkpoint_filter_fn
 from soft_models.layers import init_weights, tokens_to_map
 
-__all__ = ["VicinityVisionTransformer", "checkpoint_filter_fn"]  # timm looks for the filter beside the class
+__all__ = ["VicinityVisionTransformer", "checkpoint_filter_fn"]  # timm's tests look for the filter here
 
 
 class OverlapPatchEmbed(nn.Module):

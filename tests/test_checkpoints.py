@@ -300,6 +300,26 @@ def test_weights_without_pretrained_are_refused(source: dict[str, str]) -> None:
         timm.create_model("soft_tiny", pretrained_cfg_overlay=source)
 
 
+@pytest.mark.parametrize("missing", ["patch_embed1.proj.0.weight", "stages.3.cls_token"])
+@pytest.mark.parametrize("options", [{"num_classes": 5}, {"features_only": True}, {"in_chans": 1}])
+def test_nothing_but_the_head_may_be_missing(missing: str, options: dict[str, Any], tmp_path: Path) -> None:
+    weights = without(missing)
+    if missing.startswith("stages"):
+        weights = convert_state_dict(official(), mini())
+        del weights[missing]
+    path = write(weights, tmp_path / "weights.pth")
+    with pytest.raises(CheckpointError, match=r"1 missing: (patch_embed\.0\.0\.weight|stages\.3\.cls_token)") as caught:
+        mini(True, pretrained_cfg_overlay={"file": str(path)}, **options)
+    assert "adapts these" not in str(caught.value)
+
+
+def test_features_do_not_carry_the_file_along(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(official(), tmp_path / "official.pth")
+    features = mini(True, features_only=True, pretrained_cfg_overlay={"file": str(path)})
+    assert "state_dict" not in features.pretrained_cfg and "state_dict" not in features.model.pretrained_cfg
+    assert "its head is new" not in caplog.text
+
+
 class Stranger:
     """A class that unpickling would have to import."""
 
@@ -314,6 +334,7 @@ def damaged(kind: str, path: Path) -> Path:
         "bits flipped": bytes(b ^ 0x55 for b in data[:2000]) + data[2000:],
         "header of a huge file": (2**62).to_bytes(8, "little") + b"{}",
         "header that lies": (2).to_bytes(8, "little") + b"[]",
+        "legacy pickle cut short": b"\x80\x02X\x01",
     }
     path.write_bytes(contents[kind])
     return path
@@ -322,7 +343,16 @@ def damaged(kind: str, path: Path) -> Path:
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 @pytest.mark.parametrize(
     "kind",
-    ["empty", "text", "truncated", "cut at the end", "bits flipped", "header of a huge file", "header that lies"],
+    [
+        "empty",
+        "text",
+        "truncated",
+        "cut at the end",
+        "bits flipped",
+        "header of a huge file",
+        "header that lies",
+        "legacy pickle cut short",
+    ],
 )
 def test_damaged_files_are_refused_in_one_line(kind: str, suffix: str, tmp_path: Path) -> None:
     path = damaged(kind, tmp_path / f"weights{suffix}")
@@ -384,6 +414,7 @@ def test_converter_writes_what_the_official_file_holds(tmp_path: Path, caplog: p
     caplog.set_level(logging.INFO)
     assert convert_main([str(source), str(target)]) == 0
     assert "under 'state_dict'" in caplog.text
+    assert "dropped: nothing" in caplog.text
     assert "soft_conv_tiny or soft_norm_conv_tiny" in caplog.text and "cannot be told" in caplog.text
     model = timm.create_model("soft_conv_tiny")
     model.load_state_dict(weights)

@@ -439,6 +439,29 @@ class Foreign:
     """A class that a checkpoint of others may hold."""
 
 
+def test_plateau_without_warmup_starts_at_the_rate_asked_for(train: Callable[..., int], tmp_path: Path) -> None:
+    assert train("--sched", "plateau", "--epochs", "2", "--lr", "0.01") == 0
+    assert [float(row["lr"]) for row in rows(tmp_path / "run")] == [0.01, 0.01]
+
+
+def test_image_size_stored_as_one_number_is_understood(
+    trained: Path, tmp_path: Path, validate: Callable[..., dict[str, Any]]
+) -> None:
+    weights = load(trained / "last.pth.tar")["state_dict"]
+    torch.save({"model": weights, "args": argparse.Namespace(input_size=32)}, tmp_path / "deit.pth")
+    result = validate("--checkpoint", str(tmp_path / "deit.pth"), "--model", "test_byobnet", "--num-classes", "3")
+    assert result["img_size"] == 32
+
+
+def test_cosformer_vit_starts_from_a_checkpoint_of_timms_deit(train: Callable[..., int], tmp_path: Path) -> None:
+    deit = timm.create_model("deit_tiny_patch16_224")
+    torch.save(
+        {"arch": "deit_tiny_patch16_224", "state_dict": deit.state_dict()}, tmp_path / "deit_tiny_patch16_224.pth"
+    )
+    options = ["--model", "cosformer_vit_tiny_patch16_224", "--epochs", "1", "--img-size", "32"]
+    assert train(*options, "--pretrained-path", str(tmp_path / "deit_tiny_patch16_224.pth")) == 0
+
+
 def test_images_too_small_for_the_model_are_refused_before_training(
     train: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from soft_models.checkpoints.convert import check_fit, free_names, matching_names, native_weights
+from soft_models.checkpoints.convert import (
+    check_fit,
+    free_names,
+    head_names,
+    matching_names,
+    native_weights,
+    strip_prefixes,
+)
 from soft_models.checkpoints.files import CheckpointError, find_weights, read_checkpoint, some_of
 
 _logger = logging.getLogger("soft_models.checkpoints")
@@ -59,7 +66,9 @@ def convert(args: argparse.Namespace) -> None:
     if not names:
         raise CheckpointError(f"{args.source} fits no model of ours (it has {some_of(weights)}); see --model")
     check_name(names[0], weights)
-    _logger.info("matched: %d of %d tensors of %s", len(weights), len(found), " or ".join(names))
+    used = len(strip_prefixes(found))
+    _logger.info("matched: %d of %d tensors, as %d of %s", used, len(found), len(weights), " or ".join(names))
+    _logger.info("dropped: %s", f"{len(found) - used} tensors" if used < len(found) else "nothing")
     if len(names) > 1:
         _logger.info(
             "whether the weights want the normalised form cannot be told from their names: ask who trained them"
@@ -73,7 +82,8 @@ def check_name(name: str, weights: dict[str, Tensor]) -> None:
     if not timm.is_model(name):
         raise CheckpointError(f"unknown model {name!r}; python -m soft_models lists the names")
     model = timm.create_model(name, device="meta")
-    check_fit(weights, model, free_names(model) | {key for key in weights if key.endswith("pos_embed")})
+    tables = {key for key in weights if key.endswith("pos_embed")}
+    check_fit(weights, model, reshaped=free_names(model) | tables, absent=head_names(model))
 
 
 def write(weights: dict[str, Tensor], target: Path) -> None:

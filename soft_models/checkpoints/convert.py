@@ -90,25 +90,29 @@ def fit_tables(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor
     return weights
 
 
-def check_fit(weights: Mapping[str, Tensor], model: nn.Module, free: Iterable[str] = ()) -> None:
+def check_fit(
+    weights: Mapping[str, Tensor], model: nn.Module, reshaped: Iterable[str] = (), absent: Iterable[str] = ()
+) -> None:
     """Refuse weights that do not fill the model exactly.
 
     Args:
         weights: By the model's names.
         model: Where they are to go.
-        free: Names that may be missing or have another shape.
+        reshaped: Names that may have another shape.
+        absent: Names that may be missing.
 
     Raises:
         CheckpointError: Names are missing, unexpected or of another shape, or a value is not finite.
     """
     own = model.state_dict()
-    optional = {name for name in own if name.endswith("num_batches_tracked")} | set(free)
+    optional = {name for name in own if name.endswith("num_batches_tracked")} | set(absent)
+    reshaped = set(reshaped)
     missing = [name for name in own if name not in weights and name not in optional]
     unexpected = [name for name in weights if name not in own and name not in optional]
     misfits = [
         f"{name} {tuple(tensor.shape)} for {tuple(own[name].shape)}"
         for name, tensor in weights.items()
-        if name in own and name not in optional and tensor.shape != own[name].shape
+        if name in own and name not in reshaped and tensor.shape != own[name].shape
     ]
     if missing or unexpected or misfits:
         matched = len(own.keys() & weights.keys()) - len(misfits)
@@ -118,7 +122,9 @@ def check_fit(weights: Mapping[str, Tensor], model: nn.Module, free: Iterable[st
             for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", misfits))
             if names
         ]
-        raise CheckpointError("the weights do not fit: " + "; ".join(parts) + advice(weights, model))
+        raise CheckpointError(
+            "the weights do not fit: " + "; ".join(parts) + advice(weights, model, missing + unexpected)
+        )
     broken = [name for name, tensor in weights.items() if not _finite(tensor)]
     if broken:
         raise CheckpointError(f"{len(broken)} tensors of the file hold NaN or infinity: {some_of(broken)}")
@@ -128,10 +134,10 @@ def _finite(tensor: Tensor) -> bool:
     return tensor.is_meta or not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
-def advice(weights: Mapping[str, Tensor], model: nn.Module) -> str:
+def advice(weights: Mapping[str, Tensor], model: nn.Module, amiss: list[str]) -> str:
     """What to do about weights that do not fit, if they fit this model but for the head, or another one of ours."""
     names = matching_names(weights)
-    if getattr(model, "pretrained_cfg", {}).get("architecture") in names:
+    if getattr(model, "pretrained_cfg", {}).get("architecture") in names and not amiss:
         return (
             "; but for head or input channels they do: timm.create_model(name, pretrained=True, "
             "pretrained_cfg_overlay=dict(file=...)) adapts these, as --pretrained-path does"
@@ -193,12 +199,10 @@ def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module) -> dic
         CheckpointError: The weights do not fit, apart from head and input channels.
     """
     weights = convert_state_dict(state_dict, model)
-    check_fit(weights, model, free_names(model))
+    check_fit(weights, model, reshaped=free_names(model), absent=head_names(model))
     classes = next((len(weights[name]) for name in head_names(model) if name in weights), 0)
-    cfg, wanted = getattr(model, "pretrained_cfg", {}), getattr(model, "num_classes", 0)
+    cfg: dict[str, Any] = getattr(model, "pretrained_cfg", {})
     cfg["num_classes"] = classes or -1  # -1 equals no number of classes
-    if wanted and classes != wanted:
-        _logger.warning("the weights have %s classes and the model %d: its head is new", classes or "no", wanted)
     return weights
 
 

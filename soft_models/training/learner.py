@@ -84,7 +84,8 @@ class Learner:
 
     def set_rate(self, epoch: int, updates: int) -> None:
         """Learning rate of a position in the run."""
-        if self.scheduler is not None:
+        # timm's plateau would take its warm-up rate at a step to epoch 0, and keep it without warm-up.
+        if self.scheduler is not None and (epoch > 0 or self.cfg.sched != "plateau"):
             self.scheduler.step(epoch)
             self.scheduler.step_update(updates)
 

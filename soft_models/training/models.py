@@ -131,12 +131,12 @@ def _adapt_weights(cfg: TrainConfig, arguments: Mapping[str, Any], rates: Mappin
     classes, the new model's own, and loads strictly.
     """
     path = cfg.pretrained_path
-    checkpoint = read_checkpoint(path)
-    check_architecture(checkpoint, cfg.model, path)
-    model = create_model(cfg.model, arguments, **rates)
     if is_ours(cfg.model.split(".")[0]):
-        overlay: dict[str, Any] = {"file": path}  # ours see to the head and to completeness themselves
+        overlay: dict[str, Any] = {"file": path}  # ours see to architecture, head and completeness themselves
     else:
+        checkpoint = read_checkpoint(path)
+        check_architecture(checkpoint, cfg.model, path)
+        model = create_model(cfg.model, arguments, **rates)
         key, weights = choose_weights(checkpoint, None, path)
         own, new = model.state_dict(), []
         for name in (f"{head}.{kind}" for head in _names(model.pretrained_cfg.get("classifier")) for kind in _KINDS):

@@ -91,7 +91,6 @@ def running(cfg: CommonConfig) -> Iterator[Runtime]:
     device = init_distributed_device(info)
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True
-        torch.backends.cuda.matmul.allow_tf32 = True
     try:
         yield Runtime(device, info.rank, info.world_size, info.local_rank)
     finally:

@@ -122,6 +122,8 @@ def read_stored(cfg: ValidateConfig) -> tuple[ValidateConfig, Stored]:
         return cfg, Stored()
     checkpoint = read_checkpoint(cfg.checkpoint)
     options, extras = stored_options(checkpoint), stored_extras(checkpoint)
+    if isinstance(options.get("input_size"), int):  # as DeiT's and PVT's training code stores it
+        options["img_size"] = options.pop("input_size")
     name = cfg.model or options.get("model") or checkpoint.get("arch")
     if not name:
         raise UsageError(f"{cfg.checkpoint} does not name its model: give --model")

@@ -1,5 +1,6 @@
 """What every entry point does: check where weights come from, then timm's builder."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ NO_WEIGHTS = (
     "it with timm.create_model('{variant}', pretrained=True, pretrained_cfg_overlay=dict(file='the_file.pth'))"
 )
 SOURCES = ("state_dict", "file", "hf_hub_id", "url")
+_logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
@@ -68,6 +70,12 @@ def build_variant(
         **{**model_args, **kwargs},
     )
     if file:  # the file's name in the place of its tensors
-        model.pretrained_cfg.pop("state_dict", None)
-        model.pretrained_cfg["file"] = str(file)
+        for cfg in (model.pretrained_cfg, getattr(getattr(model, "model", None), "pretrained_cfg", {})):
+            if cfg.pop("state_dict", None) is not None:
+                cfg["file"] = str(file)
+    classes, wanted = model.pretrained_cfg.get("num_classes"), getattr(model, "num_classes", 0)
+    if pretrained and not kwargs.get("features_only") and wanted and classes != wanted:
+        _logger.warning(
+            "the weights have %s classes and the model %d: its head is new", max(classes, 0) or "no", wanted
+        )
     return model

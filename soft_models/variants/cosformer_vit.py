@@ -14,7 +14,7 @@ from timm.layers import resample_abs_pos_embed
 from timm.models import generate_default_cfgs, get_pretrained_cfg, is_model, register_model
 from torch import Tensor
 
-from soft_models.checkpoints.convert import check_fit, free_names, strip_prefixes
+from soft_models.checkpoints.convert import check_fit, free_names, head_names, strip_prefixes
 from soft_models.checkpoints.files import CheckpointError, find_weights
 from soft_models.variants.build import build_variant
 from soft_models.vit import MapVisionTransformer
@@ -94,7 +94,7 @@ def checkpoint_filter_fn(
         out["pos_embed"] = fit_pos_embed(out["pos_embed"], num_prefix, model)
     try:
         check_patch(out, model)
-        check_fit(out, model, free_names(model))
+        check_fit(out, model, reshaped=free_names(model), absent=head_names(model))
     except CheckpointError as error:
         raise CheckpointError(f"cannot start from {source or 'this file'!r}: {error}; {wanted(model)}") from None
     if foreign:
