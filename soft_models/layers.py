@@ -27,6 +27,7 @@ __all__ = [
     "autocast_off",
     "check_grid",
     "check_min_size",
+    "head_width",
     "init_weights",
     "merge_heads",
     "pool_map",
@@ -50,6 +51,17 @@ def autocast_off(x: Tensor) -> AbstractContextManager:
     if device != "meta" and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
+
+
+def head_width(dim: int, num_heads: int) -> int:
+    """Width d of one head.
+
+    Raises:
+        ValueError: ``num_heads`` does not divide ``dim``.
+    """
+    if dim % num_heads:
+        raise ValueError(f"dim must be divisible by num_heads, got dim={dim}, num_heads={num_heads}")
+    return dim // num_heads
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from soft_models.layers import autocast_off, merge_heads, split_heads
+from soft_models.layers import autocast_off, head_width, merge_heads, split_heads
 
 __all__ = [
     "Cosformer2dAttention",
@@ -317,8 +317,7 @@ class CosformerAttention(nn.Module):
     ) -> None:
         super().__init__()
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
-        if dim % num_heads:
-            raise ValueError(f"dim must be divisible by num_heads, got dim={dim}, num_heads={num_heads}")
+        head_width(dim, num_heads)  # refuses what does not divide
         if max_len is not None and max_len < 1:
             raise ValueError(f"max_len must be at least 1, got {max_len}")
         self.num_heads = num_heads
@@ -380,8 +379,7 @@ class Cosformer2dAttention(nn.Module):
     ) -> None:
         super().__init__()
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
-        if dim % num_heads:
-            raise ValueError(f"dim must be divisible by num_heads, got dim={dim}, num_heads={num_heads}")
+        head_width(dim, num_heads)  # refuses what does not divide
         self.num_heads = num_heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **dd)
         self.proj = nn.Linear(dim, dim, **dd)

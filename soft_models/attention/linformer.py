@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from soft_models.layers import MapPool, merge_heads, split_heads
+from soft_models.layers import MapPool, head_width, merge_heads, split_heads
 
 __all__ = ["LinformerAttention"]
 
@@ -50,8 +50,7 @@ class LinformerAttention(nn.Module):
     ) -> None:
         super().__init__()
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
-        if dim % num_heads:
-            raise ValueError(f"dim must be divisible by num_heads, got dim={dim}, num_heads={num_heads}")
+        head_width(dim, num_heads)  # refuses what does not divide
         self.num_heads = num_heads
         self.q = nn.Linear(dim, dim, bias=qkv_bias, **dd)
         self.pool = MapPool(landmark_grid, sr_ratio)

@@ -6,7 +6,7 @@ import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from soft_models.layers import MapPool, at_least_float32, autocast_off, merge_heads, split_heads
+from soft_models.layers import MapPool, at_least_float32, autocast_off, head_width, merge_heads, split_heads
 
 __all__ = ["NystromformerAttention", "iterative_pinv", "nystrom_attention", "nystrom_factors"]
 
@@ -101,10 +101,8 @@ class NystromformerAttention(nn.Module):
     ) -> None:
         super().__init__()
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
-        if dim % num_heads:
-            raise ValueError(f"dim must be divisible by num_heads, got dim={dim}, num_heads={num_heads}")
         self.num_heads = num_heads
-        self.scale = (dim // num_heads) ** -0.5
+        self.scale = head_width(dim, num_heads) ** -0.5
         self.pinv_iters = pinv_iters
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **dd)
         self.pool = MapPool(landmark_grid, sr_ratio)

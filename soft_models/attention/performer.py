@@ -6,7 +6,7 @@ import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from soft_models.layers import at_least_float32, autocast_off, merge_heads, split_heads
+from soft_models.layers import at_least_float32, autocast_off, head_width, merge_heads, split_heads
 
 __all__ = ["PerformerAttention", "orthogonal_directions", "performer_attention", "positive_features"]
 
@@ -93,11 +93,9 @@ class PerformerAttention(nn.Module):
     ) -> None:
         super().__init__()
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
-        if dim % num_heads:
-            raise ValueError(f"dim must be divisible by num_heads, got dim={dim}, num_heads={num_heads}")
         if num_features is not None and num_features < 1:
             raise ValueError(f"num_features must be at least 1, got {num_features}")
-        head_dim = dim // num_heads
+        head_dim = head_width(dim, num_heads)
         self.num_heads = num_heads
         self.scale = head_dim**-0.25  # of queries and keys alike, together d ** -0.5
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **dd)

@@ -11,6 +11,7 @@ from soft_models.layers import (
     at_least_float32,
     autocast_off,
     check_grid,
+    head_width,
     merge_heads,
     pool_map,
     split_heads,
@@ -288,8 +289,6 @@ class SoftAttention(nn.Module):
     ) -> None:
         super().__init__()
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
-        if dim % num_heads:
-            raise ValueError(f"dim must be divisible by num_heads, got dim={dim}, num_heads={num_heads}")
         if inverse not in ("newton", "solve"):
             raise ValueError(f"unknown inverse {inverse!r}; choose 'newton' or 'solve'")
         if newton_iters < GRADIENT_STEPS:
@@ -297,7 +296,7 @@ class SoftAttention(nn.Module):
         if local_kernel < 0 or (local_kernel and local_kernel % 2 == 0):
             raise ValueError(f"local_kernel must be odd, or 0 for none, got {local_kernel}")
         self.num_heads = num_heads
-        self.scale = (dim // num_heads) ** -0.25  # of queries and keys alike, together d ** -0.5
+        self.scale = head_width(dim, num_heads) ** -0.25  # of queries and keys alike, together d ** -0.5
         self.normalize = normalize
         self.newton_iters = newton_iters
         self.inverse = inverse

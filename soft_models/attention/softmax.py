@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from soft_models.layers import merge_heads, split_heads
+from soft_models.layers import head_width, merge_heads, split_heads
 
 __all__ = ["SoftmaxAttention"]
 
@@ -43,8 +43,7 @@ class SoftmaxAttention(nn.Module):
     ) -> None:
         super().__init__()
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
-        if dim % num_heads:
-            raise ValueError(f"dim must be divisible by num_heads, got dim={dim}, num_heads={num_heads}")
+        head_width(dim, num_heads)  # refuses what does not divide
         self.num_heads = num_heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **dd)
         self.proj = nn.Linear(dim, dim, **dd)
