@@ -12,7 +12,7 @@ from tiny_data import write_folder, write_image
 
 from soft_models.training.config import TrainConfig, ValidateConfig
 from soft_models.training.data import (
-    BrokenImages,
+    ImageReport,
     ImageSamples,
     build_loader,
     check_batch_size,
@@ -22,6 +22,7 @@ from soft_models.training.data import (
 from soft_models.training.errors import UsageError
 from soft_models.training.folders import find_split, read_class_map, scan_folder
 from soft_models.training.images import read_image
+from soft_models.training.runtime import Runtime
 from soft_models.training.sampling import Draw, EvalBatches, TrainBatches, derive_seed
 from soft_models.training.sources import open_eval_split, open_train_splits
 
@@ -211,19 +212,19 @@ def test_broken_images_are_left_out_by_name(folder: Path, caplog: pytest.LogCapt
     cfg = config(folder)
     source = open_train_splits(cfg)[0].source
     samples = ImageSamples(source, train_transform(cfg, DATA_CONFIG), "RGB")
-    broken, seen = BrokenImages(), 0
+    report, seen = ImageReport(source, "train"), 0
     for batch in build_loader(samples, EvalBatches(len(samples), 4), cfg, CPU):
-        broken.add(batch.broken)
+        report.add(batch)
         seen += len(batch.images)
         assert len(batch.images) == len(batch.targets) == len(batch.indices)
-    assert sorted(str(Path(name).relative_to(folder)) for name in broken.reasons) == [
+    assert sorted(str(Path(name).relative_to(folder)) for name in report.broken) == [
         "train/a/0.png",
         "train/b/0.png",
         "train/c/0.png",
         "train/c/link.png",
     ]
     assert seen == len(source) - 4 == 21
-    broken.report("train")
+    report.log(Runtime(CPU))
     assert "4 unreadable images of train were skipped" in caplog.text
 
 

@@ -129,8 +129,11 @@ def build_parser(cls: type, description: str) -> _Parser:
     aliases: Mapping[str, Sequence[str]] = getattr(cls, "ALIASES", {})
     bare: Mapping[str, Any] = getattr(cls, "BARE_VALUES", {})
     parser.refused = getattr(cls, "REFUSED", {})
-    parser.add_argument("data", nargs="?", metavar="DIR", help="same as --data-dir")
     hints, comments = get_type_hints(cls), field_help(cls)
+    if name := getattr(cls, "POSITIONAL", ""):
+        several = get_origin(hints[name]) is tuple
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument("arguments", nargs="*" if several else "?", metavar=name.upper(), help=f"same as {flag}")
     for field in dataclasses.fields(cls):
         hint, flag = hints[field.name], "--" + field.name.replace("_", "-")
         default = "" if field.default in (None, "", dataclasses.MISSING) else f" (default: {field.default})"
@@ -186,9 +189,9 @@ def parse_config(cls: type[ConfigT], argv: Sequence[str] | None, description: st
         UsageError: Unknown or ill-typed flag or key.
     """
     given = build_parser(cls, description).parse(argv)
-    positional = given.pop("data", None)
-    if positional is not None:
-        given.setdefault("data_dir", positional)
+    arguments = given.pop("arguments", None)
+    if arguments:
+        given.setdefault(cls.POSITIONAL, arguments)  # type: ignore[attr-defined]
     hints = get_type_hints(cls)
     given = {name: _cast_given(cls, name, value, hints) for name, value in given.items()}
     from_file = load_yaml(given["config"], cls) if given.get("config") else {}

@@ -1,4 +1,4 @@
-"""The options of ``train.py`` and ``validate.py``, with timm's names: each is a field, listed once.
+"""The options of training, validation and prediction, with timm's names: each is a field, listed once.
 
 The comment behind a field is its line in ``--help``; the command line and the YAML reader are derived in ``cli``.
 """
@@ -33,14 +33,10 @@ OUT_OF_SCOPE: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommonConfig:
-    """Options that training and validation share."""
+class ModelConfig:
+    """Options of everything that runs a model on images."""
 
     config: str = ""  # YAML file of options; the command line wins over it
-    data_dir: str = ""  # folder that holds the splits, each with one folder per class
-    dataset: str = ""  # '' for image folders, or a timm dataset name such as torch/cifar10 or hfds/NAME
-    dataset_download: bool = False  # let torch/ datasets download themselves
-    class_map: str = ""  # text file with one class name per line, in label order
     input_img_mode: str | None = None  # PIL mode of the images; by default RGB, or L for one channel
     model: str = "soft_tiny"  # any timm or soft_models name
     model_kwargs: dict[str, Any] = field(default_factory=dict)  # key=value pairs for the model's constructor
@@ -64,9 +60,9 @@ class CommonConfig:
     amp_dtype: AmpDtype = "float16"  # float16 or bfloat16
     torchcompile: str | None = None  # compile the model; the bare flag means backend inductor
     torchcompile_mode: str | None = None  # mode of torch.compile
-    seed: int = 42  # of every random draw
     log_interval: int = 50  # steps between log lines
 
+    POSITIONAL: ClassVar[str] = ""  # field that arguments without a flag go to
     ALIASES: ClassVar[Mapping[str, Sequence[str]]] = {
         "config": ["-c"],
         "model": ["-m"],
@@ -82,7 +78,20 @@ class CommonConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(CommonConfig):
+class DataConfig(ModelConfig):
+    """Options that training and validation share: of data with labels."""
+
+    data_dir: str = ""  # folder that holds the splits, each with one folder per class
+    dataset: str = ""  # '' for image folders, or a timm dataset name such as torch/cifar10 or hfds/NAME
+    dataset_download: bool = False  # let torch/ datasets download themselves
+    class_map: str = ""  # text file with one class name per line, in label order
+    seed: int = 42  # of every random draw; validation makes none
+
+    POSITIONAL: ClassVar[str] = "data_dir"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(DataConfig):
     """Options of a training run."""
 
     # Data.
@@ -185,17 +194,36 @@ class TrainConfig(CommonConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidateConfig(CommonConfig):
-    """Options of a validation; what is not given comes from the checkpoint."""
+class TrainedConfig(ModelConfig):
+    """Options of what is done with a trained model; what is not given comes from the checkpoint."""
 
     model: str = ""  # any timm or soft_models name; by default the checkpoint's
-    checkpoint: str = ""  # file to validate; without one the model's published weights
+    checkpoint: str = ""  # file of the weights; without one the model's published ones
     pretrained: bool = False  # use the published weights, also the default without a checkpoint
     use_ema: bool | None = None  # averaged weights or not; by default those that the stored metric came from
-    split: str = "validation"  # folder or split; also finds val and valid
     batch_size: int = 256  # images per process and step
     use_train_size: bool = False  # published models: the training size, where a test size is given too
     results_file: str = ""  # also write the result to this .json or .csv file
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateConfig(TrainedConfig, DataConfig):
+    """Options of a validation."""
+
+    split: str = "validation"  # folder or split; also finds val and valid
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictConfig(TrainedConfig):
+    """Options of a prediction."""
+
+    images: tuple[str, ...] = ()  # image files, and folders of them
+    class_map: str = ""  # text file with one class name per line, in label order; by default the checkpoint's classes
+    topk: int = 5  # classes named for each image
+    batch_size: int = 32  # images per step
+    workers: int = 0  # loader processes; 0 loads in the main one
+
+    POSITIONAL: ClassVar[str] = "images"
 
 
 def load_config(path: str | Path) -> TrainConfig:
@@ -207,11 +235,11 @@ def load_config(path: str | Path) -> TrainConfig:
     return TrainConfig(**load_yaml(path, TrainConfig))
 
 
-def plain_dict(cfg: CommonConfig) -> dict[str, Any]:
+def plain_dict(cfg: ModelConfig) -> dict[str, Any]:
     """The options as text, numbers, lists and dicts: what YAML and checkpoints can hold."""
     return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(cfg).items()}
 
 
-def to_yaml(cfg: CommonConfig) -> str:
+def to_yaml(cfg: ModelConfig) -> str:
     """The options as YAML that ``--config`` reads back."""
     return yaml.safe_dump(plain_dict(cfg), sort_keys=False)

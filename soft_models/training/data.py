@@ -13,8 +13,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from soft_models.checkpoints import some_of
 
-from .config import CommonConfig, TrainConfig
+from .config import ModelConfig, TrainConfig
 from .errors import UsageError
+from .images import asks_to_be_turned
+from .runtime import Runtime
 from .sampling import Draw, EvalBatches, TrainBatches, seed_host
 from .sources import Source
 
@@ -27,6 +29,7 @@ class Sample(NamedTuple):
     image: Tensor
     target: int
     item: int
+    turned: bool  # EXIF data ask for another orientation, see read_image
 
 
 class Broken(NamedTuple):
@@ -37,12 +40,13 @@ class Broken(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Images as bytes, their labels and indices, and which images of the batch could not be read."""
+    """Images as bytes, their labels and indices, and which images could not be read or may lie on their side."""
 
     images: Tensor
     targets: Tensor
     indices: list[int]
     broken: list[Broken]
+    turned: list[int]
 
 
 class ImageSamples(Dataset[Sample | Broken]):
@@ -66,7 +70,7 @@ class ImageSamples(Dataset[Sample | Broken]):
         except Exception as error:  # decoders raise what they like on broken files
             return Broken(self.source.name(draw.item), f"{type(error).__name__}: {error}")
         seed_host(draw.seed)
-        return Sample(torch.as_tensor(self.transform(image)), target, draw.item)
+        return Sample(torch.as_tensor(self.transform(image)), target, draw.item, asks_to_be_turned(image))
 
 
 def collate(items: Sequence[Sample | Broken]) -> Batch:
@@ -75,28 +79,43 @@ def collate(items: Sequence[Sample | Broken]) -> Batch:
     broken = [item for item in items if isinstance(item, Broken)]
     images = torch.stack([sample.image for sample in samples]) if samples else torch.empty(0, dtype=torch.uint8)
     targets = torch.tensor([sample.target for sample in samples], dtype=torch.long)
-    return Batch(images, targets, [sample.item for sample in samples], broken)
+    turned = [sample.item for sample in samples if sample.turned]
+    return Batch(images, targets, [sample.item for sample in samples], broken, turned)
 
 
-class BrokenImages:
-    """Names of the images that were skipped, each reported once."""
+class ImageReport:
+    """What was odd about the images of a split.
 
-    def __init__(self) -> None:
-        self.reasons: dict[str, str] = {}
+    Args:
+        source: The images.
+        title: What to call the split.
+    """
 
-    def add(self, broken: Sequence[Broken]) -> None:
-        """Take note of a batch's broken images."""
-        for name, reason in broken:
-            if name not in self.reasons:
+    def __init__(self, source: Source, title: str) -> None:
+        self.source, self.title = source, title
+        self.broken: dict[str, str] = {}
+        self.turned: dict[str, None] = {}
+
+    def add(self, batch: Batch) -> None:
+        """Take note of a batch; an image that was skipped is named the first time."""
+        for name, reason in batch.broken:
+            if name not in self.broken:
                 _logger.warning("skipped unreadable image %s (%s)", name, reason)
-            self.reasons[name] = reason
+            self.broken[name] = reason
+        self.turned.update(dict.fromkeys(self.source.name(item) for item in batch.turned))
 
-    def report(self, split: str) -> None:
-        """Say how many there were."""
-        if self.reasons:
+    def log(self, runtime: Runtime) -> None:
+        """Say what there was, in all processes together, which must all call."""
+        broken = sorted({name for names in runtime.gather_objects(list(self.broken)) for name in names})
+        turned = sorted({name for names in runtime.gather_objects(list(self.turned)) for name in names})
+        if broken:
+            _logger.warning("%d unreadable images of %s were skipped: %s", len(broken), self.title, some_of(broken))
+        if turned:
             _logger.warning(
-                "%d unreadable images of %s were skipped: %s", len(self.reasons), split, some_of(self.reasons)
-            )
+                "%d images of %s are shown by viewers in another orientation than the model sees, as their EXIF data "
+                "ask (the model sees them as in timm, unturned; rewrite the files to change that): %s",
+                len(turned), self.title, some_of(turned),
+            )  # fmt: skip
 
 
 def check_batch_size(length: int, batch_size: int, world_size: int, split: str) -> None:
@@ -149,15 +168,15 @@ def eval_transform(data_config: dict[str, Any]) -> Callable[[Image.Image], Any]:
 
 
 def build_loader(
-    samples: ImageSamples, batches: TrainBatches | EvalBatches, cfg: CommonConfig, device: torch.device
+    samples: ImageSamples, batches: TrainBatches | EvalBatches, cfg: ModelConfig, device: torch.device
 ) -> DataLoader[Any]:
     """Loader of ``batches``, with ``cfg.workers`` processes or none."""
     return DataLoader(
         samples, batch_sampler=batches, num_workers=cfg.workers, collate_fn=collate,
         pin_memory=cfg.pin_mem or device.type == "cuda", persistent_workers=cfg.workers > 0,
         worker_init_fn=_start_worker,
-        # The loader draws a base seed: from its own generator, so that the global one is left alone.
-        generator=torch.Generator().manual_seed(cfg.seed),
+        # The loader draws a base seed, which nothing uses: from its own generator, to leave the global one alone.
+        generator=torch.Generator(),
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from .augment import BatchTransform
-from .data import Batch, BrokenImages
-from .errors import UsageError
+from .data import Batch, ImageReport
+from .errors import RunStopped, UsageError
 from .learner import Learner
 from .progress import Progress
 from .runtime import Runtime
@@ -23,7 +23,7 @@ from .sampling import derive_seed, seed_all
 _logger = logging.getLogger(__name__)
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(RunStopped):
     """Loss or gradients stayed infinite or not a number; names the images of the batch."""
 
 
@@ -65,12 +65,11 @@ class TrainSetup:
     loader: DataLoader[Any]
     transform: BatchTransform
     runtime: Runtime
+    report: ImageReport
     seed: int
     accumulate: int = 1
     skip_nonfinite: int = 0
     log_interval: int = 50
-    name_of: Callable[[int], str] = str
-    broken: BrokenImages = field(default_factory=BrokenImages)
 
 
 def train_one_epoch(
@@ -97,7 +96,7 @@ def train_one_epoch(
     progress = Progress(f"epoch {position.epoch}", steps, setup.log_interval, setup.runtime.is_primary)
     statistics = _batch_statistics(learner.model) if setup.skip_nonfinite or learner.scaler.is_enabled() else []
     for batch in setup.loader:
-        setup.broken.add(batch.broken)
+        setup.report.add(batch)
         if not update_batches:
             saved = [tensor.clone() for tensor in statistics]
         update_batches.append(batch)
@@ -128,7 +127,7 @@ def _train_step(learner: Learner, setup: TrainSetup, position: Position, batch: 
     if not batch.indices:
         if setup.runtime.world_size > 1:
             names = ", ".join(item.name for item in batch.broken)
-            raise RuntimeError(f"no image of a batch can be read, and the other processes wait for it: {names}")
+            raise RunStopped(f"no image of a batch can be read, and the other processes wait for it: {names}")
         return math.nan
     images, targets = setup.transform(batch)
     group_start = position.step - position.step % setup.accumulate
@@ -157,7 +156,7 @@ def _check_finite(
     if overflow and not setup.runtime.any_rank(not math.isfinite(loss)):
         return False
     position.nonfinite += 1
-    names = [setup.name_of(index) for batch in batches for index in batch.indices]
+    names = [setup.report.source.name(index) for batch in batches for index in batch.indices]
     _logger.warning("loss %s, gradient norm %s at update %d: left out", loss, norm, position.updates)
     if position.nonfinite > setup.skip_nonfinite:
         raise NonFiniteError(
@@ -180,7 +179,7 @@ def evaluate(
     transform: BatchTransform,
     runtime: Runtime,
     autocast: AbstractContextManager[object],
-    broken: BrokenImages | None = None,
+    report: ImageReport,
     title: str = "validation",
     log_interval: int = 50,
 ) -> EvalResult:
@@ -192,7 +191,7 @@ def evaluate(
         transform: To the device.
         runtime: This process.
         autocast: Precision.
-        broken: Takes note of unreadable images, which count nowhere but in ``skipped``.
+        report: Takes note of unreadable images, which count nowhere but in ``skipped``.
         title: For the progress bar.
         log_interval: Steps between log lines.
     """
@@ -201,8 +200,7 @@ def evaluate(
     samples = skipped = 0
     progress = Progress(title, len(loader), log_interval, runtime.is_primary)
     for step, batch in enumerate(loader, start=1):
-        if broken is not None:
-            broken.add(batch.broken)
+        report.add(batch)
         skipped += len(batch.broken)
         if batch.indices:
             images, targets = transform(batch)

@@ -8,6 +8,10 @@ class UsageError(ValueError):
     """A wrong flag, folder, name or file: printed by the scripts as one line, with exit code 2."""
 
 
+class RunStopped(RuntimeError):
+    """A run cannot go on, through no mistake in its options: printed by the scripts as one line, with exit code 1."""
+
+
 def suggestion(name: str, choices: Iterable[str]) -> str:
     """Ending of an error message that names the closest of ``choices``, or nothing where none is close."""
     close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)

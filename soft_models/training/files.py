@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import logging
 import os
 import shutil
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from .errors import UsageError
+from .errors import RunStopped, UsageError
 
 try:
     import fcntl
@@ -19,7 +20,7 @@ except ImportError:  # Windows
 _logger = logging.getLogger(__name__)
 
 
-class SaveError(RuntimeError):
+class SaveError(RunStopped):
     """A file could not be written; what it held before is untouched."""
 
 
@@ -90,6 +91,22 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     table.writeheader()
     table.writerows(rows)
     write_atomic(path, lambda file: file.write(text.getvalue().encode()))
+
+
+def write_results(path: Path, content: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """Write ``content`` as JSON, or ``rows`` as CSV for any other suffix than .json; folders are made.
+
+    Raises:
+        SaveError: As in ``write_atomic``.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SaveError(f"cannot make the folder of {path}: {error}") from error
+    if path.suffix == ".json":
+        write_atomic(path, lambda file: file.write((json.dumps(content, indent=2) + "\n").encode()))
+    else:
+        write_csv(path, rows)
 
 
 class RunLock:

@@ -15,7 +15,7 @@ from soft_models.checkpoints import read_checkpoint, some_of
 from soft_models.registry import is_ours
 
 from .checkpoints import OURS, check_architecture, choose_weights, load_exactly
-from .config import EVAL_METRICS, CommonConfig, TrainConfig
+from .config import EVAL_METRICS, ModelConfig, TrainConfig
 from .errors import UsageError, suggestion
 
 _logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def check_names(cfg: TrainConfig) -> None:
         )
 
 
-def spatial_size(cfg: CommonConfig) -> tuple[int, int] | None:
+def spatial_size(cfg: ModelConfig) -> tuple[int, int] | None:
     """Height and width asked for, if any.
 
     Raises:
@@ -68,7 +68,7 @@ def spatial_size(cfg: CommonConfig) -> tuple[int, int] | None:
     return (cfg.img_size, cfg.img_size) if cfg.img_size else None
 
 
-def model_arguments(cfg: CommonConfig, num_classes: int | None) -> dict[str, Any]:
+def model_arguments(cfg: ModelConfig, num_classes: int | None) -> dict[str, Any]:
     """What ``timm.create_model`` takes to build the architecture; enough to build it again from a checkpoint."""
     arguments = {
         "num_classes": num_classes,
@@ -171,7 +171,7 @@ def _scale_head(cfg: TrainConfig, model: Any) -> None:
 
 
 def input_config(
-    cfg: CommonConfig, model: nn.Module, stored: Mapping[str, Any] | None = None, use_test_size: bool = False
+    cfg: ModelConfig, model: nn.Module, stored: Mapping[str, Any] | None = None, use_test_size: bool = False
 ) -> dict[str, Any]:
     """Size, crop and normalisation of the model's images: options given, else those stored, else the model's own.
 
@@ -216,7 +216,7 @@ def check_input(model: nn.Module, input_size: Sequence[int]) -> None:
         model.train(was_training)
 
 
-def model_channels(model: nn.Module, cfg: CommonConfig) -> int:
+def model_channels(model: nn.Module, cfg: ModelConfig) -> int:
     """Image channels that the model takes."""
     asked = cfg.input_size[0] if cfg.input_size else cfg.in_chans
     return int(getattr(model, "in_chans", None) or asked or 3)

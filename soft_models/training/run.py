@@ -2,7 +2,7 @@
 
 import logging
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from soft_models.checkpoints import read_checkpoint
 from .augment import BatchTransform, build_train_transform
 from .checkpoints import FORMAT, OURS, Checkpoint
 from .config import plain_dict
-from .data import BrokenImages, ImageSamples, build_loader, eval_transform, image_mode, train_transform
+from .data import ImageReport, ImageSamples, build_loader, eval_transform, image_mode, train_transform
 from .engine import EvalResult, Position, TrainSetup, evaluate, train_one_epoch
 from .learner import Learner, build_learner, wrap
 from .models import input_config, model_arguments
@@ -41,13 +41,13 @@ class Run:
     setup: TrainSetup
     batches: TrainBatches
     val_loader: DataLoader[Any] | None
+    val_report: ImageReport | None
     val_transform: BatchTransform
     position: Position
     saver: CheckpointSaver
     extras: dict[str, Any]
     stop: StopRequest
     scalars: ScalarLog | None = None
-    val_broken: BrokenImages = field(default_factory=BrokenImages)
 
 
 def build_run(plan: Plan, model: nn.Module, folder: Path, stop: StopRequest) -> Run:
@@ -73,8 +73,9 @@ def build_run(plan: Plan, model: nn.Module, folder: Path, stop: StopRequest) -> 
         learner.set_rate(position.epoch, position.updates)
     wrap(learner, runtime)
     setup = TrainSetup(
-        build_loader(samples, batches, cfg, device), transform, runtime, cfg.seed, cfg.grad_accum_steps,
-        cfg.skip_nonfinite, cfg.log_interval, plan.train.source.name,
+        build_loader(samples, batches, cfg, device), transform, runtime,
+        ImageReport(plan.train.source, plan.train.name), cfg.seed, cfg.grad_accum_steps, cfg.skip_nonfinite,
+        cfg.log_interval,
     )  # fmt: skip
     extras = {
         "format": FORMAT,
@@ -88,6 +89,7 @@ def build_run(plan: Plan, model: nn.Module, folder: Path, stop: StopRequest) -> 
     }
     return Run(
         plan, folder, learner, setup, batches, val_loader(plan, data_config, mode),
+        ImageReport(plan.val.source, plan.val.name) if plan.val else None,
         BatchTransform(device, data_config, channels_last=cfg.channels_last), position, saver, extras, stop,
     )  # fmt: skip
 
@@ -181,7 +183,7 @@ def finish_epoch(run: Run, rate: float) -> None:
     loss_sum, samples = plan.runtime.gather([position.loss_sum, position.samples]).double().sum(0).tolist()
     train_loss = loss_sum / max(samples, 1)
     if epoch == 0:
-        run.setup.broken.report(plan.train.name)
+        run.setup.report.log(plan.runtime)
     row: dict[str, Any] = {"epoch": epoch, "train_loss": train_loss}
     results = validate_epoch(run)
     for prefix, result in results.items():
@@ -207,7 +209,7 @@ def validate_epoch(run: Run) -> dict[str, EvalResult]:
     """Results by column prefix: ``eval`` is what ranks, the averaged weights where there are any."""
     cfg, learner, runtime = run.plan.cfg, run.learner, run.plan.runtime
     is_due = (run.position.epoch + 1) % cfg.val_interval == 0 or run.position.epoch + 1 == learner.num_epochs
-    if run.val_loader is None or run.plan.val is None or not is_due:
+    if run.val_loader is None or run.val_report is None or not is_due:
         return {}
     models = {"eval": learner.model}
     if learner.ema is not None:
@@ -222,10 +224,10 @@ def validate_epoch(run: Run) -> dict[str, EvalResult]:
             run.val_transform,
             runtime,
             learner.autocast,
-            run.val_broken,
+            run.val_report,
             prefix,
             cfg.log_interval,
         )
     if run.position.epoch == 0:
-        run.val_broken.report(run.plan.val.name)
+        run.val_report.log(runtime)
     return results

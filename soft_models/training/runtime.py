@@ -10,15 +10,17 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from timm.utils import init_distributed_device
 
-from .config import CommonConfig
+from .config import ModelConfig
 from .errors import UsageError
 
 _logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,13 @@ class Runtime:
         dist.all_gather(rows, row)
         return torch.stack(rows).cpu()
 
+    def gather_objects(self, value: T) -> list[T]:
+        """What each process has; all of them must call."""
+        values: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
     def barrier(self) -> None:
         """Wait for the other processes."""
         if self.world_size > 1:
@@ -78,7 +87,7 @@ def choose_device(name: str) -> str:
 
 
 @contextmanager
-def running(cfg: CommonConfig) -> Iterator[Runtime]:
+def running(cfg: ModelConfig) -> Iterator[Runtime]:
     """Set up this process as configured, and tear down what has to be.
 
     Raises:
@@ -122,7 +131,7 @@ def setup_logging(rank: int) -> None:
     logger.addHandler(handler)
 
 
-def build_autocast(cfg: CommonConfig, device: torch.device) -> AbstractContextManager[object]:
+def build_autocast(cfg: ModelConfig, device: torch.device) -> AbstractContextManager[object]:
     """Context of mixed precision, or an empty one; it can be entered again and again."""
     if not cfg.amp:
         return nullcontext()

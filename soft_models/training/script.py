@@ -7,9 +7,7 @@ from collections.abc import Callable
 
 from soft_models.checkpoints import CheckpointError
 
-from .engine import NonFiniteError
-from .errors import UsageError
-from .files import SaveError
+from .errors import RunStopped, UsageError
 
 _logger = logging.getLogger(__name__)
 
@@ -22,6 +20,6 @@ def run_script(name: str, work: Callable[[], int]) -> int:
         if int(os.environ.get("RANK", 0)) == 0:
             sys.stderr.write(f"{name}: error: {error}\n")
         return 2
-    except (SaveError, NonFiniteError) as error:
+    except RunStopped as error:
         sys.stderr.write(f"{name}: stopped: {error}\n")
         return 1

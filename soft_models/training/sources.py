@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from soft_models.checkpoints import some_of
 
-from .config import CommonConfig, TrainConfig, ValidateConfig
+from .config import DataConfig, TrainConfig, ValidateConfig
 from .errors import UsageError
 from .folders import FolderScan, find_split, label_images, read_class_map, scan_folder
 from .images import read_image
@@ -151,7 +151,7 @@ def _folder_split(scan: FolderScan, classes: Sequence[str]) -> Split:
     return Split(str(scan.root), FolderSource(label_images(scan, classes)), tuple(classes))
 
 
-def _open_named(cfg: CommonConfig, split: str, is_training: bool) -> Split:
+def _open_named(cfg: DataConfig, split: str, is_training: bool) -> Split:
     try:
         dataset = create_dataset(
             cfg.dataset, root=cfg.data_dir or None, split=split, is_training=is_training,

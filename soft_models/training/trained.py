@@ -1,0 +1,115 @@
+"""A trained model as its checkpoint, or its published weights, describe it: architecture, classes, preprocessing."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from soft_models.checkpoints import read_checkpoint
+
+from .checkpoints import check_architecture, choose_weights, load_exactly, stored_extras, stored_options
+from .config import TrainedConfig
+from .data import image_mode
+from .errors import UsageError
+from .models import (
+    check_input,
+    check_model_name,
+    create_model,
+    input_config,
+    model_arguments,
+    rebuild_arguments,
+    spatial_size,
+)
+from .runtime import Runtime
+
+_logger = logging.getLogger(__name__)
+TrainedT = TypeVar("TrainedT", bound=TrainedConfig)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a checkpoint says about its model; all of it empty without one."""
+
+    weights: Mapping[str, Any] | None = None
+    key: str = ""
+    arguments: Mapping[str, Any] | None = None
+    classes: list[str] | None = None
+    data_config: Mapping[str, Any] | None = None
+    input_img_mode: str | None = None
+
+
+def read_stored(cfg: TrainedT) -> tuple[TrainedT, Stored]:
+    """Read the checkpoint, if one is given, and complete the config with the model that it names.
+
+    Raises:
+        UsageError: Neither checkpoint nor model is given, the checkpoint cannot be used, or timm knows no such model.
+    """
+    if not cfg.checkpoint:
+        if not cfg.model:
+            raise UsageError("no model: give --checkpoint, or --model for published weights")
+        check_model_name(cfg.model)
+        return cfg, Stored()
+    checkpoint = read_checkpoint(cfg.checkpoint)
+    options, extras = stored_options(checkpoint), stored_extras(checkpoint)
+    if isinstance(options.get("input_size"), int):  # as DeiT's and PVT's training code stores it
+        options["img_size"] = options.pop("input_size")
+    name = cfg.model or options.get("model") or checkpoint.get("arch")
+    if not name:
+        raise UsageError(f"{cfg.checkpoint} does not name its model: give --model")
+    check_architecture(checkpoint, name, cfg.checkpoint)
+    check_model_name(name)
+    key, weights = choose_weights(checkpoint, cfg.use_ema, cfg.checkpoint)
+    stored = Stored(
+        weights, key, rebuild_arguments(checkpoint, options), extras.get("classes"),
+        extras.get("data_config") or {key: options[key] for key in _INPUT_OPTIONS if options.get(key)},
+        extras.get("input_img_mode"),
+    )  # fmt: skip
+    return replace(cfg, model=name), stored
+
+
+_INPUT_OPTIONS = ("img_size", "input_size", "crop_pct", "crop_mode", "mean", "std", "interpolation")
+
+
+def build_model(cfg: TrainedConfig, stored: Stored) -> Any:
+    """The model with its weights, for the size asked for.
+
+    Raises:
+        UsageError: The weights do not fit the model.
+    """
+    if stored.weights is None:
+        return create_model(cfg.model, model_arguments(cfg, cfg.num_classes), pretrained=True)
+    in_chans = cfg.input_size[0] if cfg.input_size else cfg.in_chans
+    own = replace(cfg, img_size=None, input_size=None, in_chans=in_chans)
+    arguments = {**(stored.arguments or {}), **model_arguments(own, cfg.num_classes)}
+    model = create_model(cfg.model, arguments)
+    load_exactly(model, stored.weights, cfg.checkpoint, advice="--num-classes or --in-chans are not the checkpoint's")
+    _logger.info("%s: weights %s of %s", cfg.model, stored.key or "of the file", cfg.checkpoint)
+    size, known = spatial_size(cfg), getattr(model, "pretrained_cfg", {})
+    if size and known.get("fixed_input_size") and hasattr(model, "set_input_size"):
+        model.set_input_size(size)
+    return model
+
+
+def resolve_input(cfg: TrainedConfig, model: nn.Module, stored: Stored) -> tuple[dict[str, Any], str]:
+    """Preprocessing and PIL mode of the model's images.
+
+    Raises:
+        UsageError: The model cannot take such images.
+    """
+    published = stored.weights is None and not cfg.use_train_size
+    data_config = input_config(cfg, model, stored.data_config, use_test_size=published)
+    check_input(model, data_config["input_size"])
+    return data_config, image_mode(data_config["input_size"][0], cfg.input_img_mode or stored.input_img_mode)
+
+
+def prepare(cfg: TrainedConfig, model: nn.Module, runtime: Runtime) -> nn.Module:
+    """The model on the device, in the layout asked for, compiled where asked for."""
+    model.to(runtime.device)
+    if cfg.channels_last:
+        model.to(memory_format=torch.channels_last)
+    if cfg.torchcompile:
+        model.compile(backend=cfg.torchcompile, mode=cfg.torchcompile_mode)
+    return model
