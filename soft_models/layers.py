@@ -67,7 +67,7 @@ def head_width(dim: int, num_heads: int) -> int:
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """``(B, N, C)`` to ``(B, h, N, d)``."""
     B, N, C = x.shape
-    return x.reshape(B, N, num_heads, C // num_heads).transpose(1, 2)
+    return x.view(B, N, num_heads, C // num_heads).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
@@ -100,7 +100,28 @@ def pool_map(x: Tensor, grid: tuple[int, int] | None, cell: int) -> Tensor:
     H, W = x.shape[-2], x.shape[-1]
     if grid is None:
         return F.avg_pool2d(x, (min(cell, H), min(cell, W)))
+    if not torch.jit.is_scripting() and not (type(H) is int and type(W) is int):  # alone, for TorchScript
+        return pool_open_map(x, grid)
     return F.adaptive_avg_pool2d(x, (min(grid[0], H), min(grid[1], W)))
+
+
+@torch.jit.ignore
+def pool_open_map(x: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Adaptive average pool of a map whose size an exported graph leaves open, as two matrix products.
+
+    ``F.adaptive_avg_pool2d`` would be exported as the fixed windows that fit the size it was traced with.
+    """
+    return pool_matrix(x, grid[0], x.shape[-2]) @ x @ pool_matrix(x, grid[1], x.shape[-1]).transpose(0, 1)
+
+
+def pool_matrix(x: Tensor, cells: int, size: Any) -> Tensor:
+    """``(min(cells, size), size)``: row i averages from ``floor(i size / cells)`` to ``ceil((i + 1) size / cells)``."""
+    cells = torch.sym_min(cells, size)
+    cell = torch.arange(cells, device=x.device)[:, None]
+    place = torch.arange(size, device=x.device)[None]
+    inside = (place >= cell * size // cells) & (place < ((cell + 1) * size + cells - 1) // cells)
+    weights = inside.to(x.dtype)
+    return weights / weights.sum(dim=1, keepdim=True)
 
 
 class MapPool(nn.Module):

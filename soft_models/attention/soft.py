@@ -109,8 +109,9 @@ def halved_scale(kernel: Tensor, max_halvings: int = MAX_HALVINGS) -> Tensor:
     candidates = 2.0 / rows.amax(dim=(1, 2))[:, None].square() * torch.pow(0.5, halvings.to(kernel.dtype))  # (B, 10)
     scales = candidates[:, :, None, None]
     residual = ((1.0 - scales * diagonal).abs() + scales * off_diagonal).amax(dim=(2, 3))  # (B, 10)
-    chosen = (residual > 1.01).to(torch.int64).cumprod(dim=1).sum(dim=1, keepdim=True)
-    return candidates.gather(1, chosen.clamp(max=max_halvings - 1))[:, :, None, None]
+    # The first that fits, else the last.
+    fits = F.pad((residual[:, :-1] <= 1.01).to(torch.int64), (0, 1), value=1)
+    return candidates.gather(1, fits.argmax(dim=1, keepdim=True))[:, :, None, None]
 
 
 def soft_inverse_apply(kernel: Tensor, x: Tensor, normalize: bool, inverse: str = "newton", iters: int = 20) -> Tensor:
