@@ -8,34 +8,25 @@ A ratio is the median over the rounds, its spread the middle half of them. Nothi
 """
 
 import argparse
-import json
 import logging
-import platform
 import re
-import resource
-import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from torch import nn
 
-import soft_models
+from benchmarks.measure import Step, build, heading, inference, model_step, peak_memory, quartiles, seconds, training
 from benchmarks.plain_soft import make_plain
 from soft_models.__main__ import count_multiply_adds
 from soft_models.attention import soft
 
 _logger = logging.getLogger("benchmarks")
 
-Step = Callable[[], object]
-PVT, EFFICIENTVIT = "pvt_v2_b1", "efficientvit_b1"
+OURS, PVT, EFFICIENTVIT = "soft_tiny", "pvt_v2_b1", "efficientvit_b1"
 VIT: dict[str, Any] = {"global_pool": "avg", "class_token": False}
 
 
@@ -47,45 +38,6 @@ class Row:
     measure: Callable[[int], list[float]]  # ratios, one for each round
     must: float | None = None
     at_most: bool = False  # whether a smaller ratio is better
-
-
-def build(name: str, **kwargs: Any) -> nn.Module:
-    torch.manual_seed(0)
-    return timm.create_model(name, **kwargs).eval().to(memory_format=torch.channels_last)
-
-
-def images(size: int, batch: int) -> torch.Tensor:
-    x = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0))
-    return x.to(memory_format=torch.channels_last)
-
-
-def inference(model: nn.Module, size: int, batch: int) -> Step:
-    x = images(size, batch)
-
-    def step() -> None:
-        with torch.inference_mode():
-            model(x)
-
-    return step
-
-
-def training(model: nn.Module, size: int, batch: int) -> Step:
-    x, target = images(size, batch), torch.arange(batch)
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), target).backward()
-        optimizer.step()
-
-    return step
-
-
-def seconds(step: Step) -> float:
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
 
 
 def alternate(rounds: int, ours: Step, peer: Step, repeats: int = 1) -> list[float]:
@@ -126,27 +78,12 @@ def memory(kind: str, size: int, batch: int) -> Callable[[int], list[float]]:
 
     def measure(rounds: int) -> list[float]:
         peaks = [
-            [peak_in_process(kind, name, size, batch) for name in ("soft_tiny", PVT)] for _ in range(min(rounds, 3))
+            [peak_memory(model_step, kind, name, size, batch, threads=torch.get_num_threads()) for name in (OURS, PVT)]
+            for _ in range(min(rounds, 3))
         ]
         return [ours / peer for ours, peer in peaks]
 
     return measure
-
-
-def peak_in_process(kind: str, name: str, size: int, batch: int) -> float:
-    arguments = json.dumps([kind, name, size, batch])
-    command = [sys.executable, "-m", "benchmarks.speed", "--peak", arguments]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-
-def print_peak(kind: str, name: str, size: int, batch: int) -> None:
-    """Peak resident size of one step in this process, less the size before it, in bytes."""
-    step = {"inference": inference, "training": training}[kind](build(name), size, batch)
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of importing and building
-    step()
-    peak = int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
-    sys.stdout.write(f"{peak - before}\n")
 
 
 def time_per_pixel(rounds: int) -> list[float]:
@@ -252,21 +189,11 @@ ROWS = (
 
 def line(row: Row, ratios: list[float]) -> str:
     """The row as a line of a Markdown table."""
-    ratio = statistics.median(ratios)
-    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratio,) * 3
+    low, ratio, high = quartiles(ratios)
     if row.must is None:
         return f"| {row.work} | {ratio:.2f} | {low:.2f} to {high:.2f} | - | - |"
     sign, good = ("<=", ratio <= row.must) if row.at_most else (">=", ratio >= row.must)
     return f"| {row.work} | {ratio:.2f} | {low:.2f} to {high:.2f} | {sign} {row.must:.2f} | {'yes' if good else 'NO'} |"
-
-
-def heading(threads: int) -> str:
-    cpu = (
-        re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
-    )
-    name = cpu[1] if cpu else platform.processor()
-    versions = f"torch {torch.__version__}, timm {timm.__version__}, soft_models {soft_models.__version__}"
-    return f"{date.today()}, {name}, {threads} threads, float32, channels-last, {versions}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -276,12 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7, help="turns that ours and the peer take")
     parser.add_argument("--threads", type=int, default=2, help="torch threads")
     parser.add_argument("--output", type=Path, help="file for the table, in Markdown")
-    parser.add_argument("--peak", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    if args.peak:
-        print_peak(*json.loads(args.peak))
-        return 0
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     lines = [heading(args.threads), "", "| work | ratio | middle half | bound | kept |", "|---|---:|---:|---:|---|"]
     _logger.info("%s", "\n".join(lines))

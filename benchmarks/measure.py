@@ -1,0 +1,161 @@
+"""What the benchmarks share: models and steps to time, clocks, peak memory in a fresh process, growth exponents."""
+
+import ctypes
+import multiprocessing
+import platform
+import re
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+import soft_models
+
+Step = Callable[[], object]
+
+# What the programs import: done once, so that a fresh process takes a second and not four.
+PRELOAD = ["benchmarks.measure", "soft_models.training.train", "soft_models.training.validate"]
+M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def build(name: str, **kwargs: Any) -> nn.Module:
+    """A model for timing: random weights, channels-last, in eval mode, on the default device."""
+    torch.manual_seed(0)
+    return timm.create_model(name, **kwargs).eval().to(default_device(), memory_format=torch.channels_last)
+
+
+def images(size: int, batch: int) -> torch.Tensor:
+    x = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0))
+    return x.to(default_device(), memory_format=torch.channels_last)
+
+
+def inference(model: nn.Module, size: int, batch: int) -> Step:
+    x = images(size, batch)
+
+    def step() -> None:
+        with torch.inference_mode():
+            model(x)
+
+    return step
+
+
+def training(model: nn.Module, size: int, batch: int) -> Step:
+    x = images(size, batch)
+    target = torch.arange(batch, device=x.device)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), target).backward()
+        optimizer.step()
+
+    return step
+
+
+KINDS: dict[str, Callable[[nn.Module, int, int], Step]] = {"inference": inference, "training": training}
+
+
+def model_step(kind: str, name: str, size: int, batch: int, **kwargs: Any) -> Step:
+    """A step of ``kind`` of the model ``name``; ``kwargs`` are the model's."""
+    return KINDS[kind](build(name, **kwargs), size, batch)
+
+
+def seconds(step: Step) -> float:
+    """Time of one step: by events on a GPU, by the wall clock elsewhere."""
+    if default_device().type == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1000
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
+
+
+def peak_memory(make: Callable[..., Step], *args: Any, threads: int = 2) -> float:
+    """Most bytes that one step of ``make(*args)`` takes beyond what was taken before it, in a process of its own.
+
+    Resident memory on a CPU, allocated memory on a GPU; NaN where the step does not fit. ``make`` must be a function
+    at the top of a module.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_peak, args=(sender, threads, make, *args))
+    process.start()
+    sender.close()
+    try:
+        return float(receiver.recv())
+    except EOFError:  # killed, for want of memory
+        return float("nan")
+    finally:
+        process.join()
+
+
+def _send_peak(sender: Connection, threads: int, make: Callable[..., Step], *args: Any) -> None:
+    torch.set_num_threads(threads)
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(M_MMAP_THRESHOLD, 64 * 1024)  # memory of a freed tensor goes back at once, and is not counted twice
+    try:
+        sender.send(_peak(make(*args)))
+    except torch.OutOfMemoryError:
+        sender.send(float("nan"))
+
+
+def _peak(step: Step) -> int:
+    if default_device().type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of importing and building
+    step()
+    peak = int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
+    return peak - before
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile."""
+    if len(values) < 2:
+        return (values[0],) * 3
+    low, _, high = statistics.quantiles(values, n=4)
+    return low, statistics.median(values), high
+
+
+def growth_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
+    """Slope of the least-squares line through ``log costs`` over ``log sizes``: the p of ``cost ~ size ** p``."""
+    x, y = (torch.tensor(values, dtype=torch.float64).log() for values in (sizes, costs))
+    x = x - x.mean()
+    return float((x * y).sum() / (x * x).sum())
+
+
+def machine() -> str:
+    """The processor or GPU by name."""
+    if default_device().type == "cuda":
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    return found[1] if found else platform.processor()
+
+
+def heading(threads: int) -> str:
+    versions = f"torch {torch.__version__}, timm {timm.__version__}, soft_models {soft_models.__version__}"
+    return f"{date.today()}, {machine()}, {threads} threads, float32, channels-last, {versions}"

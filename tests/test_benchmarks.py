@@ -1,0 +1,272 @@
+"""The comparison of attentions: fits, cells that survive an interruption, and tables that say what was measured."""
+
+import csv
+import math
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from tiny_data import write_folder
+from torch.testing import assert_close
+
+from benchmarks import accuracy, attention, cells, measure, report
+from benchmarks.cells import Block, Samples, run_blocks
+from benchmarks.plan import LAYERS, Plan
+from benchmarks.report import PAPER
+from soft_models.attention import create_attention
+from soft_models.training.errors import UsageError
+
+MODELS = {"softmax": "pyramid_tiny_softmax", "soft": "soft_tiny"}
+PLAN = Plan((32, 64), (32,), (64,), 1, 2, 2, 5.0, (4, 8, 16), (4, 8))
+
+
+class Interrupted(BaseException):
+    """Stands for a key press."""
+
+
+# Fits and counts.
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0, 1.7, 2.0])
+def test_growth_exponent_recovers_the_power(power: float) -> None:
+    sizes = [1024, 2025, 4096, 16384]
+    assert measure.growth_exponent(sizes, [3e-5 * size**power for size in sizes]) == pytest.approx(power, abs=1e-9)
+
+
+def test_fit_takes_the_largest_maps_and_says_which() -> None:
+    rows = [{"attention": "soft", "tokens": n, "seconds": 1.0 + 1e-3 * max(n, 400) ** 2} for n in (4, 16, 400, 900)]
+    rows += [{"attention": "soft", "tokens": n, "seconds": 1e-3 * n**2} for n in (1600, 2500)]
+    found = report.fit(rows, "soft", "seconds")
+    assert found is not None
+    assert (found.first, found.last) == (400, 2500)
+    assert found.exponent == pytest.approx(2.0, abs=0.01)
+    assert report.fit(rows[:1], "soft", "seconds") is None
+
+
+@pytest.mark.parametrize("name", sorted(PAPER))
+def test_multiply_adds_are_the_papers_within_5_percent(name: str) -> None:
+    ours, papers = report.counted_as_in_paper(name) / 1e9, PAPER[name][0]
+    assert ours == pytest.approx(papers, rel=0.05), f"{name}: {ours:.2f} G, the paper says {papers} G"
+
+
+def test_explicit_softmax_is_the_fused_one() -> None:
+    attn = create_attention("softmax", 16, num_heads=2)
+    x = torch.randn(2, 15, 16)
+    assert_close(attention.explicit_softmax(attn, x, (5, 3)), attn(x, (5, 3)))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_step_runs_forward_and_backward(name: str) -> None:
+    for backward in (False, True):
+        attention.layer(name, 9, backward)()
+
+
+def fill_64_mb() -> measure.Step:
+    return lambda: torch.ones(16 * 2**20).mul_(2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_peak_memory_is_that_of_the_step() -> None:
+    assert measure.peak_memory(fill_64_mb, threads=1) == pytest.approx(64 * 2**20, rel=0.1)
+
+
+# Cells.
+
+
+def makes_of(log: list[str], stop_after: int = 1000) -> dict[str, Callable[[], float]]:
+    def sample(name: str) -> float:
+        if len(log) == stop_after:
+            raise Interrupted
+        log.append(name)
+        return float(len(log))
+
+    return {name: lambda name=name: sample(name) for name in "abc"}  # type: ignore[misc]
+
+
+def test_interrupted_run_keeps_its_samples_and_goes_on(tmp_path: Path) -> None:
+    path, first, second = tmp_path / "samples.jsonl", list[str](), list[str]()
+    with pytest.raises(Interrupted):
+        run_blocks([Block(makes_of(first, 4), 3, measure=True)], Samples(path, {}), "", False)
+    assert first == ["a", "b", "c", "a"], "in turns"
+    samples = Samples(path, {})
+    assert [len(samples[name]) for name in "abc"] == [2, 1, 1]
+    block = Block(makes_of(second), 3, measure=True)
+    run_blocks([block], samples, "", False)
+    assert sorted(second) == ["a", "b", "b", "c", "c"]
+    assert [len(Samples(path, {})[name]) for name in "abc"] == [3, 3, 3]
+    run_blocks([block], samples, "", False)
+    assert len(second) == 5, "nothing is left to measure"
+
+
+def test_slow_cell_gets_no_further_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "seconds", lambda step: step())
+    times = {"slow": 3.0, "quick": 0.1}
+    block = Block({name: lambda t=t: lambda: t for name, t in times.items()}, 4, cell_seconds=5.0)  # type: ignore[misc]
+    samples = Samples(tmp_path / "samples.jsonl", {})
+    run_blocks([block], samples, "", False)
+    assert samples.values == {"slow": [3.0, 3.0], "quick": [0.1] * 4}
+
+
+def test_torn_line_is_dropped_and_other_settings_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    samples = Samples(path, {"threads": 2})
+    samples.add("a", 1.5)
+    samples.add("a", math.nan)
+    with path.open("a") as file:
+        file.write('["a", 2.')
+    again = Samples(path, {"threads": 2})
+    assert again["a"][0] == 1.5 and math.isnan(again["a"][1]) and len(again["a"]) == 2
+    again.add("b", 1.0)
+    assert Samples(path, {"threads": 2})["b"] == [1.0]
+    with pytest.raises(UsageError, match=r"measured under .*2.*, not under .*1.*give --fresh"):
+        Samples(path, {"threads": 1})
+    assert Samples(path, {"threads": 1}, fresh=True).values == {}
+
+
+# Tables and pictures.
+
+
+def synthetic(tmp_path: Path) -> tuple[Samples, Samples]:
+    """A finished run: every cell has two samples, made up."""
+    samples = Samples(tmp_path / "samples.jsonl", {})
+    for block in [*attention.timed_blocks(PLAN), *attention.memory_blocks(PLAN, 1)]:
+        for number, key in enumerate(block.makes):
+            side = int(key.split(" ")[-1])
+            growth = side**4 if "softmax" in key else side**2
+            for k in range(block.rounds):
+                samples.add(key, 1e-5 * growth * (1 + 0.1 * k) * (1 if "layer" in key else number + 1))
+    recipe = accuracy.Recipe(1, 2, 7, 5, (48, 64))
+    scores = Samples(tmp_path / accuracy.FILE, asdict(recipe))
+    for name in MODELS.values():
+        for seed in range(2):
+            for size in recipe.sizes:
+                scores.add(accuracy.cell(name, seed, size), 90 + seed + size / 64)
+    return samples, scores
+
+
+def tables(text: str) -> list[list[dict[str, str]]]:
+    """The Markdown tables in ``text``, their rows by column."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        header, _, *rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in block.splitlines()]
+        found.append([dict(zip(header, row, strict=True)) for row in rows])
+    return found
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def two_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (attention, report):
+        monkeypatch.setattr(module, "MODELS", MODELS)
+        monkeypatch.setattr(module, "PEERS", ("test_byobnet",))
+
+
+def test_markdown_says_what_the_csv_says_and_plots_are_there(two_models: None, tmp_path: Path) -> None:
+    samples, scores = synthetic(tmp_path)
+    report.report(PLAN, samples, scores, tmp_path)
+    counts, speeds, growth, digits = tables((tmp_path / "attention.md").read_text(encoding="utf-8"))
+    models = read(tmp_path / "models.csv")
+    assert [row["attention"] for row in counts] == [f"`{row['attention']}`" for row in models]
+    for count, speed, row in zip(counts, speeds, models, strict=True):
+        assert count["parameters"] == f"{float(row['parameters']) / 1e6:.2f} M"
+        assert count["multiply-adds"] == f"{float(row['multiply_adds']) / 1e9:.2f} G"
+        for kind, size in (("inference", 32), ("inference", 64), ("training", 32)):
+            middle, spread = speed[f"{kind} {size}, img/s"].removesuffix(" %").split(" ± ")
+            column = f"{kind}_{size}_images_per_s"
+            low, high = float(row[f"{column}_low"]), float(row[f"{column}_high"])
+            assert float(middle) == pytest.approx(float(row[column]), rel=0.06)
+            assert float(spread) == pytest.approx(50 * (high - low) / float(row[column]), abs=0.5)
+        assert speed["training 32, MB"] == f"{float(row['memory_training_32_bytes']) / 1e6:,.0f}"
+        if row["digits_top1"]:
+            assert (
+                count["digits at 64, top-1"]
+                == f"{float(row['digits_top1']):.1f} ± {float(row['digits_top1_sd']):.1f} %"
+            )
+            assert float(row["digits_top1"]) == 91.5
+    exponents = {row["attention layer"]: row["time grows as N to the"] for row in growth}
+    assert exponents["`softmax`"] == "2.00" and exponents["`soft`"] == "1.00"
+    assert next(row for row in growth if row["attention layer"] == "`soft`")["fitted over N"] == "16 to 256"
+    assert {row["64"] for row in digits} == {"91.5 ± 0.7 %"}
+    assert len(read(tmp_path / "accuracy.csv")) == len(MODELS) * 2 * 2
+    for name in ("throughput", "growth", "accuracy"):
+        with Image.open(tmp_path / f"{name}.png") as picture:
+            assert min(picture.size) > 300
+
+
+def test_command_measures_once_and_then_only_reports(
+    two_models: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attention, "QUICK", Plan((32,), (32,), (), 1, 1, 1, 5.0, (4, 8), (4, 8)))
+    monkeypatch.setattr(attention, "peak_memory", lambda make, *args, threads: 1e6 * len(args))
+    argv = ["--quick", "--threads", "1", "--output", str(tmp_path)]
+    assert attention.main(argv) == 0
+    assert [row["model"] for row in read(tmp_path / "models.csv")] == [*MODELS.values(), "test_byobnet"]
+    before = (tmp_path / "samples.jsonl").read_text()
+    monkeypatch.setattr(attention, "model_step", lambda *_: pytest.fail("measured again"))
+    assert attention.main(argv) == 0
+    assert (tmp_path / "samples.jsonl").read_text() == before
+    assert "| `soft` |" in caplog.text
+
+
+# Accuracy.
+
+
+@pytest.fixture
+def digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = write_folder(tmp_path / "digits", train=24, val=3)
+    (folder / "val").rename(folder / "test")
+    monkeypatch.setattr(accuracy, "build_digits", lambda folder: folder)
+    return folder
+
+
+def test_accuracy_fills_its_cells_once(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe, out, runs = accuracy.Recipe(1, 1, 22, 2, (48, 64)), tmp_path / "out", tmp_path / "runs"
+    asked: list[int] = []
+
+    def interrupt_at_64(data: Path, checkpoint: Path, size: int) -> float:
+        asked.append(size)
+        if size == 64:
+            raise Interrupted
+        return evaluate(data, checkpoint, size)
+
+    evaluate = accuracy.evaluate
+    with monkeypatch.context() as patch:
+        patch.setattr(accuracy, "evaluate", interrupt_at_64)
+        with pytest.raises(Interrupted):
+            accuracy.run((recipe, digits), ["soft_tiny"], out, runs, False)
+    assert asked == [48, 64]
+    caplog.clear()
+    assert accuracy.run((recipe, digits), ["soft_tiny"], out, runs, False) == 0
+    assert "the run is finished" in caplog.text, "it is not trained again"
+    scores = Samples.stored(out / accuracy.FILE)
+    assert scores is not None
+    assert set(scores.values) == {"soft_tiny 0 48", "soft_tiny 0 64"}
+    assert all(0 <= value[0] <= 100 and len(value) == 1 for value in scores.values.values())
+    assert [path.name for path in runs.glob("*/*.pth.tar")] == ["last.pth.tar"], "kept for pictures"
+    monkeypatch.setattr(accuracy, "train_main", None)
+    assert accuracy.run((recipe, digits), ["soft_tiny"], out, runs, False) == 0
+
+
+@pytest.mark.parametrize(("code", "trained"), [(130, 1), (1, 2)], ids=["interrupted", "diverged"])
+def test_only_an_interruption_stops_the_other_cells(
+    code: int, trained: int, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(accuracy, "train_main", lambda argv: asked.append(argv) or code)
+    recipe, runs = accuracy.Recipe(1, 1, 2, 2, (64,)), tmp_path / "runs"
+    assert accuracy.run((recipe, digits), ["soft_tiny", "vvt_tiny"], tmp_path / "out", runs, False) == code
+    assert len(asked) == trained
+    links = sorted((runs / "data/2-2").rglob("*.png"))
+    assert len(links) == 12 and all(link.is_symlink() for link in links)
