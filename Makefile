@@ -13,7 +13,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 # A set-up that fails half way leaves no stamp behind.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-timm install format lint type check table bench clean
+.PHONY: help demo detection segmentation test test-all test-timm install format lint type check table bench compare
+.PHONY: compare-accuracy clean
 # Kept, though only a pattern names them.
 .PRECIOUS: $(VENV)/.installed-%
 
@@ -25,7 +26,7 @@ endif
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name text; do printf '  make %-16s %s\n' "$$name" "$$text"; done
 
 $(VENV)/pyvenv.cfg:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 10) else f"Python must be 3.10 or newer, got {v[0]}.{v[1]}; choose one: make PYTHON=python3.12")'
@@ -45,6 +46,14 @@ demo: $(VENV)/.installed-demo ## train SOFT on handwritten digits and test it (8
 	@$(PY) -c 'import json, sys; print("Accuracy: {top1:.2f} % top-1 on {samples:,} test images".format(**json.load(open(sys.argv[1]))))' $(RUN)/test.json
 	@echo "Checkpoint: $(RUN)/model_best.pth.tar"
 	@echo "TensorBoard log: $(RUN), shown by: $(PY) -m tensorboard.main --logdir $(RUN)"
+
+detection: $(VENV)/.installed-downstream $(RUN)/model_best.pth.tar ## train Mask R-CNN on scenes of digits, from the demo's classifier (15 minutes)
+segmentation: $(VENV)/.installed-downstream $(RUN)/model_best.pth.tar ## the same with UPerNet
+detection segmentation:
+	$(PY) -m examples.$@ --data $(DATA) --output output/$@ --checkpoint $(RUN)/model_best.pth.tar
+
+$(RUN)/model_best.pth.tar:
+	$(MAKE) demo
 
 test: $(VENV)/.installed-test ## the fast test-suite (below 10 minutes on 2 cores)
 	$(PYTEST) tests
@@ -74,6 +83,12 @@ check: lint type test ## what to run before a commit
 
 table: $(VENV)/.installed-test ## rewrite the README's table of models from the registry
 	$(PY) -m soft_models --update README.md
+
+compare: $(VENV)/.installed-plots ## every attention in one body: speed and memory (15 minutes; run nothing else)
+	$(PY) -m benchmarks.attention --output benchmarks/results/attention
+
+compare-accuracy: $(VENV)/.installed-plots $(VENV)/.installed-demo ## the same on the digits, three seeds each (75 minutes)
+	$(PY) -m benchmarks.attention --accuracy --output benchmarks/results/attention
 
 bench: $(VENV)/.installed-test ## speed and memory against timm's models (about 10 minutes; run nothing else)
 	$(PY) -m benchmarks.speed --output benchmarks/results/speed.md

@@ -156,7 +156,7 @@ def test_dependencies_are_ranges_that_hold_here(config: configparser.ConfigParse
 
 def test_extras(config: configparser.ConfigParser) -> None:
     extras = {name: lines(text) for name, text in config["options.extras_require"].items()}
-    assert set(extras) >= {"demo", "test", "dev"}
+    assert set(extras) >= {"demo", "downstream", "export", "plots", "test", "dev"}
     assert [Requirement(line).name for line in extras["demo"]] == ["mlxtend"]
     pinned = {Requirement(line).name: str(Requirement(line).specifier) for line in extras["dev"]}
     for tool in ("ruff", "mypy"):
@@ -210,9 +210,9 @@ def test_wheel_works_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -
     where, shape = result.stdout.splitlines()
     assert Path(where).is_relative_to(site)
     assert shape == "(1, 10)"
-    for command in ("soft-train", "soft-validate"):
+    for command in ("soft-train", "soft-validate", "soft-predict", "soft-export"):
         result = subprocess.run([own / command, "--help"], check=True, cwd=tmp_path, capture_output=True, text=True)
-        assert "--data-dir" in result.stdout
+        assert "--checkpoint" in result.stdout
 
 
 def repository_files() -> list[Path]:

@@ -1,10 +1,12 @@
-"""The README's snippets run as they stand, in one folder and one after the other, as a reader would run them."""
+"""The snippets of README and docs run as they stand, in one folder and one after the other, as a reader would."""
 
 import re
 import shlex
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -13,9 +15,14 @@ from official import official_shapes, official_state_dict
 from PIL import Image
 
 ROOT = Path(__file__).parent.parent
-SNIPPETS = re.findall(
-    r"^```(\w+)\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-)
+
+
+def snippets(path: str) -> list[tuple[str, str]]:
+    """Language and text of every code block of a page."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
 # Added to the training command: nothing but what makes it short.
 SHORT = ["--epochs", "1", "--img-size", "32", "-b", "4", "-j", "0", "--warmup-epochs", "0", "--device", "cpu"]
 
@@ -42,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_snippets_run_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     names: dict[str, object] = {}
-    for language, text in SNIPPETS:
+    for language, text in snippets("README.md"):
         if language == "python":
             exec(text, names)
         else:
@@ -52,6 +59,31 @@ def test_snippets_run_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [tuple(x.shape) for x in (names["maps"][0], names["maps"][-1])] == [(1, 64, 75, 125), (1, 512, 10, 16)]  # type: ignore[index]
     assert names["strides"] == [4, 8, 16, 32]
     assert names["other"].num_classes == 5  # type: ignore[attr-defined]
+
+
+def test_downstream_snippets_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("segmentation_models_pytorch")
+    pytest.importorskip("transformers")
+    fake = types.ModuleType("detectron2.modeling")
+    fake.Backbone = torch.nn.Module  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "detectron2", types.ModuleType("detectron2"))
+    monkeypatch.setitem(sys.modules, "detectron2.modeling", fake)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for _, text in snippets("docs/downstream.md"):
+        exec(text, names)
+    images = torch.randn(1, 3, 64, 64)
+    assert [tuple(x.shape) for x in names["segmenter"].eval()([images[0]])] == [(150, 64, 64)]
+    assert names["unet"].eval()(images).shape == (1, 3, 64, 64)
+    assert [x.shape[1] for x in names["hf_backbone"](images).feature_maps] == names["mm_neck"]["in_channels"]
+    backbone = names["detectron2_backbone"]("soft_tiny", ("res3", "res5"))
+    assert {k: tuple(y.shape) for k, y in backbone(images).items()} == {"res3": (1, 128, 8, 8), "res5": (1, 512, 2, 2)}
+
+
+def test_every_link_to_a_file_leads_somewhere() -> None:
+    for page in ("README.md", "CONTRIBUTING.md", "docs/downstream.md", "docs/training.md"):
+        for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text(encoding="utf-8")):
+            assert "://" in target or ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
 
 
 def run(line: str) -> None:
