@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import timm
+import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 from zoo import family_names, registered_names
@@ -161,6 +162,19 @@ def test_extras(config: configparser.ConfigParser) -> None:
     pinned = {Requirement(line).name: str(Requirement(line).specifier) for line in extras["dev"]}
     for tool in ("ruff", "mypy"):
         assert pinned[tool].startswith("=="), f"{tool} must be pinned, so that editor, hook and CI agree"
+
+
+def test_workflow_tests_the_lowest_versions(config: configparser.ConfigParser) -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))["jobs"]
+    (command,) = (step["run"] for step in jobs["oldest"]["steps"] if "pip install" in step.get("run", ""))
+    tested = {Requirement(word).name: Requirement(word).specifier for word in command.split() if "==" in word}
+    floors = [Requirement(line) for line in lines(config["options"]["install_requires"])]
+    for floor in (floor for floor in floors if floor.name in ("torch", "torchvision", "timm")):
+        (lowest,) = floor.specifier
+        (version,) = tested[floor.name]
+        assert Version(version.version) == Version(lowest.version), floor.name
+    pythons = jobs["check"]["strategy"]["matrix"]["python"]
+    assert config["options"]["python_requires"] == f">={pythons[0]}"
 
 
 def test_commands_lead_to_functions(config: configparser.ConfigParser) -> None:
