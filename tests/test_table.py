@@ -80,3 +80,19 @@ def test_update_rewrites_between_the_markers_only(
         zoo.main(["--update", str(file)])
     assert "must hold the markers" in capsys.readouterr().err
     assert file.read_text(encoding="utf-8") == "no markers"
+
+
+def test_comparison_is_that_of_the_run() -> None:
+    shown = (
+        README.read_text(encoding="utf-8").partition("<!-- comparison")[2].partition("<!-- end of comparison -->")[0]
+    )
+    results = (README.parent / "benchmarks" / "results" / "attention" / "attention.md").read_text(encoding="utf-8")
+    rows = [cells(line) for line in shown.splitlines() if line.startswith("| `")]
+    assert len(rows) == 12
+    for name, *values in rows:
+        measured = {cell for line in results.splitlines() if line.startswith(f"| {name} |") for cell in cells(line)}
+        assert set(values) <= measured | {"-"}, name
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
