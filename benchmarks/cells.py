@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.measure import Step, seconds
 from soft_models.training.errors import UsageError
+from soft_models.training.files import make_folder
 from soft_models.training.progress import Progress
 
 
@@ -41,7 +42,7 @@ class Samples:
         for line in lines[1:]:
             cell, value = json.loads(line)
             self.values.setdefault(cell, []).append(math.nan if value is None else value)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         path.write_text("".join(lines), encoding="utf-8")
 
     @classmethod

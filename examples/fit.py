@@ -19,7 +19,7 @@ from soft_models.checkpoints import read_checkpoint
 from soft_models.downstream import MapBackbone
 from soft_models.training.engine import NonFiniteError
 from soft_models.training.errors import UsageError
-from soft_models.training.files import RunLock, write_atomic
+from soft_models.training.files import RunLock, make_folder, write_atomic
 from soft_models.training.progress import Progress
 from soft_models.training.runtime import StopRequest, setup_logging
 from soft_models.training.saver import LAST
@@ -119,10 +119,7 @@ def run(example: Example, options: argparse.Namespace) -> int:
         model = example.build(options)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot make the folder {options.output}: {error.strerror}") from None
+    make_folder(options.output)
     with RunLock(options.output), StopRequest() as stop:
         fit(example, model, train_scenes, options, stop)
         if stop.number:

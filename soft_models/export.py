@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from soft_models.training.cli import parse_config
 from soft_models.training.config import TrainedConfig
 from soft_models.training.errors import RunStopped, UsageError
-from soft_models.training.files import temporary_name
+from soft_models.training.files import make_folder, temporary_name
 from soft_models.training.models import check_model_name, create_model, model_arguments
 from soft_models.training.runtime import setup_logging
 from soft_models.training.script import run_script
@@ -71,8 +71,7 @@ def export(cfg: ExportConfig) -> int:
     path = Path(cfg.output or f"{cfg.model or 'model'}.{'onnx' if cfg.format == 'onnx' else 'pt2'}")
     if path.exists() and not cfg.overwrite:
         raise UsageError(f"{path} exists; give --output another name, or --overwrite")
-    if not path.parent.is_dir():
-        raise UsageError(f"no folder {str(path.parent)!r} to write to")
+    make_folder(path.parent)
     if cfg.format == "onnx":
         require("onnx", "onnxscript", "onnxruntime")
     model, size = load_model(cfg)

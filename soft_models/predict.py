@@ -25,7 +25,7 @@ from soft_models.training.cli import parse_config
 from soft_models.training.config import PredictConfig
 from soft_models.training.data import ImageReport, ImageSamples, build_loader, eval_transform
 from soft_models.training.errors import UsageError
-from soft_models.training.files import write_results
+from soft_models.training.files import make_folder, write_results
 from soft_models.training.folders import read_class_map
 from soft_models.training.runtime import Runtime, build_autocast, running
 from soft_models.training.sampling import EvalBatches
@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(cfg: PredictConfig) -> int:
     """Predict as configured: print every image's classes, and write them to a file where asked for."""
+    if cfg.results_file:
+        make_folder(Path(cfg.results_file).parent)
     with running(cfg) as runtime:
         results = []
         for result in predict(cfg, runtime):

@@ -29,7 +29,7 @@ from soft_models.registry import is_ours, registered_names
 from soft_models.training.cli import parse_config
 from soft_models.training.config import TrainedConfig
 from soft_models.training.errors import UsageError, suggestion
-from soft_models.training.files import write_atomic
+from soft_models.training.files import make_folder, write_atomic
 from soft_models.training.models import check_model_name, create_model, input_config
 from soft_models.training.runtime import setup_logging
 from soft_models.training.script import run_script
@@ -370,15 +370,12 @@ def visualize(cfg: VisualizeConfig) -> int:
     Raises:
         UsageError: Something in the options is wrong.
     """
-    photo = load_photo(cfg.image)
-    rows = [row for name, checkpoint in pair_models(cfg) for row in model_rows(cfg, name, checkpoint, photo)]
     output = Path(cfg.output)
     if output.suffix.lower() != ".png":
         raise UsageError(f"--output must end with .png, got {cfg.output!r}")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot make the folder of {cfg.output!r}: {error.strerror}") from None
+    photo = load_photo(cfg.image)
+    make_folder(output.parent)
+    rows = [row for name, checkpoint in pair_models(cfg) for row in model_rows(cfg, name, checkpoint, photo)]
     sheet = draw_sheet(rows)
     write_atomic(output, lambda file: sheet.save(file, format="PNG", optimize=True))
     _logger.info("%s: %d x %d pixels", output, *sheet.size)

@@ -181,7 +181,7 @@ def test_wrong_names_and_paths_are_one_line_and_exit_code_2(
     common = ["--data", str(data), "--output", str(tmp_path / "run")]
     (tmp_path / "file").touch()
     for arguments, message in (
-        (["--output", str(tmp_path / "file")], "cannot make the folder"),
+        (["--output", str(tmp_path / "file")], "cannot write to the folder"),
         (["--model", "soft_tinny"], "unknown name 'soft_tinny'"),
         (["--checkpoint", "missing.pth"], "no checkpoint file 'missing.pth'"),
         (["--data", str(tmp_path)], "must hold 10 classes"),

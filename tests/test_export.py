@@ -77,7 +77,7 @@ def test_deviating_file_is_not_left_behind(
         ([], "no model: name one, or give --checkpoint"),
         (["soft_tinny"], "unknown model 'soft_tinny'; did you mean 'soft_tiny'"),
         (["soft_tiny", "--format", "tflite"], "format must be one of 'onnx', 'torch'"),
-        (["soft_tiny", "--output", "no/such/folder/x.onnx"], "no folder 'no/such/folder' to write to"),
+        (["soft_tiny", "--output", "/dev/null/x.onnx"], "cannot write to the folder '/dev/null' ("),
         (["soft_tiny", "--checkpoint", "none.pth"], "no checkpoint file 'none.pth'"),
         (["soft_tiny", "--img-size", "16"], "images must be at least 32 x 32"),
     ],

@@ -328,6 +328,7 @@ REFUSALS = {
     "epochs": (["--epochs", "0"], "--epochs must be at least 1, got 0"),
     "device": (["--device", "cuda:9x"], "--device must be cpu, cuda, cuda:N or mps, got 'cuda:9x'"),
     "module": (["--device-modules", "no_such_module"], "cannot import 'no_such_module'"),
+    "lr": (["--lr", "fast"], "lr must be float, got 'fast'"),
     "kd": (["--kd-model-name", "x"], "distillation is out of scope"),
 }
 
@@ -376,6 +377,37 @@ def test_two_runs_in_one_folder_are_refused(
         assert train("--epochs", "1") == 2
         other.communicate("")
     assert "another run is writing to" in capsys.readouterr().err
+
+
+def test_output_that_cannot_be_written_to_is_refused(
+    trained: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_main([str(data), *BASE, "--output", "/dev/null", "--experiment", "run"]) == 2
+    assert "cannot write to the folder '/dev/null/run' (Not a directory); name another" in capsys.readouterr().err
+    argv = [str(data), "-j", "0", "--checkpoint", str(trained / "last.pth.tar"), "--results-file", "/dev/null/x.csv"]
+    assert validate_main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "cannot write to the folder '/dev/null'" in captured.err
+
+
+def test_workers_may_be_spawned(data: Path, tmp_path: Path) -> None:
+    """As where processes cannot be forked: they import everything anew."""
+    argv = [str(data), *BASE, "-j", "1", "--epochs", "1", "--output", str(tmp_path), "--experiment", "run"]
+    code = (
+        "import sys, torch.multiprocessing as mp\n"
+        "if __name__ == '__main__':\n"
+        "    mp.set_start_method('spawn')\n"
+        "    from soft_models.training.train import main\n"
+        f"    sys.exit(main({argv}))\n"
+    )
+    (tmp_path / "script.py").write_text(code, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(rows(tmp_path / "run")) == 1
 
 
 def test_head_is_said_to_be_larger_than_the_data(

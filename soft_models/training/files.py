@@ -93,16 +93,27 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     write_atomic(path, lambda file: file.write(text.getvalue().encode()))
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder to write to, with those above it, before work starts.
+
+    Raises:
+        UsageError: It cannot be made, or nothing can be written there.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = temporary_name(path / "probe")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write to the folder {str(path)!r} ({error.strerror}); name another") from None
+
+
 def write_results(path: Path, content: Any, rows: Sequence[dict[str, Any]]) -> None:
-    """Write ``content`` as JSON, or ``rows`` as CSV for any other suffix than .json; folders are made.
+    """Write ``content`` as JSON, or ``rows`` as CSV for any other suffix than .json.
 
     Raises:
         SaveError: As in ``write_atomic``.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SaveError(f"cannot make the folder of {path}: {error}") from error
     if path.suffix == ".json":
         write_atomic(path, lambda file: file.write((json.dumps(content, indent=2) + "\n").encode()))
     else:

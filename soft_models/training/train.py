@@ -21,7 +21,7 @@ from torch import nn
 
 from .cli import parse_config
 from .config import TrainConfig, to_yaml
-from .files import RunLock, write_atomic
+from .files import RunLock, make_folder, write_atomic
 from .learner import ema_note
 from .models import build_train_model, check_input, input_config
 from .plan import Plan, make_plan
@@ -57,7 +57,7 @@ def train(cfg: TrainConfig) -> int:
         folder = run_folder(plan, model)
         if not runtime.is_primary:
             return train_in_folder(plan, model, folder, stop)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with RunLock(folder):
             return train_in_folder(plan, model, folder, stop)
 

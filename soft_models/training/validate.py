@@ -23,7 +23,7 @@ from .config import ValidateConfig
 from .data import ImageReport, ImageSamples, build_loader, eval_transform
 from .engine import EvalResult, evaluate
 from .errors import RunStopped, UsageError
-from .files import write_results
+from .files import make_folder, write_results
 from .runtime import Runtime, build_autocast, running
 from .sampling import EvalBatches
 from .script import run_script
@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(cfg: ValidateConfig) -> int:
     """Validate as configured and print the result."""
     with running(cfg) as runtime:
+        if cfg.results_file and runtime.is_primary:
+            make_folder(Path(cfg.results_file).parent)
         result = validate(cfg, runtime)
         if runtime.is_primary:
             sys.stdout.write(json.dumps(result) + "\n")
