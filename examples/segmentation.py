@@ -84,7 +84,7 @@ def draw(scene: Scene, classes: Tensor) -> Image.Image:
 
 
 EXAMPLE = Example(
-    "segmentation", build_segmenter, losses, evaluate, steps=600, rate=6e-4, needs=("torchmetrics",), head_scale=3
+    "segmentation", build_segmenter, losses, evaluate, steps=900, rate=6e-4, needs=("torchmetrics",), head_scale=3
 )
 
 
