@@ -156,6 +156,7 @@ def machine() -> str:
     return found[1] if found else platform.processor()
 
 
-def heading(threads: int) -> str:
+def heading(threads: int, precision: str = "float32") -> str:
+    """Date, machine and versions of a run, for the head of its table."""
     versions = f"torch {torch.__version__}, timm {timm.__version__}, soft_models {soft_models.__version__}"
-    return f"{date.today()}, {machine()}, {threads} threads, float32, channels-last, {versions}"
+    return f"{date.today()}, {machine()}, {threads} threads, {precision}, channels-last, {versions}"

@@ -15,7 +15,7 @@ from PIL import Image
 from tiny_data import write_folder
 from torch.testing import assert_close
 
-from benchmarks import accuracy, attention, cells, measure, report
+from benchmarks import accuracy, attention, cells, gpu, measure, report
 from benchmarks.cells import Block, Samples, run_blocks
 from benchmarks.plan import LAYERS, Plan
 from benchmarks.report import PAPER
@@ -270,3 +270,16 @@ def test_only_an_interruption_stops_the_other_cells(
     assert len(asked) == trained
     links = sorted((runs / "data/2-2").rglob("*.png"))
     assert len(links) == 12 and all(link.is_symlink() for link in links)
+
+
+def test_gpu_script_runs_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole of it, at a size for a CPU; the process that measures memory would take most of the time."""
+    monkeypatch.setattr(gpu, "peak_memory", lambda *args: 2.5e6)
+    path = tmp_path / "gpu.md"
+    options = ["--work", "64x2", "--rounds", "2", "--models", "soft_tiny", "swin_tiny_patch4_window7_224", "--compiled"]
+    assert gpu.main([*options, "--output", str(path)]) == 0
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert "bfloat16 autocast" in lines[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[4:]]
+    assert [row[0] for row in rows] == ["inference 64, batch 2"] * 2 + ["training 64, batch 2"] * 2
+    assert all(float(row[2]) > 0 and row[4] == "2" for row in rows)
