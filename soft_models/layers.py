@@ -100,12 +100,12 @@ def pool_map(x: Tensor, grid: tuple[int, int] | None, cell: int) -> Tensor:
     H, W = x.shape[-2], x.shape[-1]
     if grid is None:
         return F.avg_pool2d(x, (min(cell, H), min(cell, W)))
-    if not torch.jit.is_scripting() and not (type(H) is int and type(W) is int):  # alone, for TorchScript
-        return pool_open_map(x, grid)
+    if not torch.jit.is_scripting():  # alone, or TorchScript would compile the body
+        if isinstance(H, torch.SymInt) or isinstance(W, torch.SymInt):
+            return pool_open_map(x, grid)
     return F.adaptive_avg_pool2d(x, (min(grid[0], H), min(grid[1], W)))
 
 
-@torch.jit.ignore
 def pool_open_map(x: Tensor, grid: tuple[int, int]) -> Tensor:
     """Adaptive average pool of a map whose size an exported graph leaves open, as two matrix products.
 

@@ -110,7 +110,7 @@ def halved_scale(kernel: Tensor, max_halvings: int = MAX_HALVINGS) -> Tensor:
     scales = candidates[:, :, None, None]
     residual = ((1.0 - scales * diagonal).abs() + scales * off_diagonal).amax(dim=(2, 3))  # (B, 10)
     # The first that fits, else the last.
-    fits = F.pad((residual[:, :-1] <= 1.01).to(torch.int64), (0, 1), value=1)
+    fits = F.pad((residual[:, :-1] <= 1.01).to(torch.int64), (0, 1), value=1.0)
     return candidates.gather(1, fits.argmax(dim=1, keepdim=True))[:, :, None, None]
 
 
