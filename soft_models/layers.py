@@ -101,9 +101,14 @@ def pool_map(x: Tensor, grid: tuple[int, int] | None, cell: int) -> Tensor:
     if grid is None:
         return F.avg_pool2d(x, (min(cell, H), min(cell, W)))
     if not torch.jit.is_scripting():  # alone, or TorchScript would compile the body
-        if isinstance(H, torch.SymInt) or isinstance(W, torch.SymInt):
+        if is_open(H) or is_open(W):
             return pool_open_map(x, grid)
     return F.adaptive_avg_pool2d(x, (min(grid[0], H), min(grid[1], W)))
+
+
+def is_open(size: Any) -> bool:
+    """Whether a graph that is being exported leaves a size open."""
+    return isinstance(size, torch.SymInt)
 
 
 def pool_open_map(x: Tensor, grid: tuple[int, int]) -> Tensor:
