@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     lines = [
-        heading(torch.get_num_threads(), "bfloat16 autocast"), "",
+        heading(torch.get_num_threads(), "bfloat16 autocast, channels-last"), "",
         "| work | model | img/s | middle half | peak memory, MB |", "|---|---|---:|---:|---:|",
     ]  # fmt: skip
     _logger.info("%s", "\n".join(lines))

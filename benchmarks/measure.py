@@ -30,19 +30,22 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def build(name: str, **kwargs: Any) -> nn.Module:
-    """A model for timing: random weights, channels-last, in eval mode, on the default device."""
+def build(name: str, layout: torch.memory_format = torch.channels_last, **kwargs: Any) -> nn.Module:
+    """A model for timing: random weights in eval mode, on the default device."""
     torch.manual_seed(0)
-    return timm.create_model(name, **kwargs).eval().to(default_device(), memory_format=torch.channels_last)
+    return timm.create_model(name, **kwargs).eval().to(default_device(), memory_format=layout)
 
 
-def images(size: int, batch: int) -> torch.Tensor:
-    x = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0))
-    return x.to(default_device(), memory_format=torch.channels_last)
+def images(size: int, batch: int, model: nn.Module) -> torch.Tensor:
+    """Images for ``model``, in the layout of its convolutions."""
+    x = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0)).to(default_device())
+    convs = [weight for weight in model.parameters() if weight.dim() == 4 and weight.shape[2] > 1]
+    channels_last = any(weight.stride(1) == 1 and weight.shape[1] > 1 for weight in convs)
+    return x.to(memory_format=torch.channels_last) if channels_last else x
 
 
 def inference(model: nn.Module, size: int, batch: int) -> Step:
-    x = images(size, batch)
+    x = images(size, batch, model)
 
     def step() -> None:
         with torch.inference_mode():
@@ -52,7 +55,7 @@ def inference(model: nn.Module, size: int, batch: int) -> Step:
 
 
 def training(model: nn.Module, size: int, batch: int) -> Step:
-    x = images(size, batch)
+    x = images(size, batch, model)
     target = torch.arange(batch, device=x.device)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -156,7 +159,7 @@ def machine() -> str:
     return found[1] if found else platform.processor()
 
 
-def heading(threads: int, precision: str = "float32") -> str:
+def heading(threads: int, what: str = "float32, channels-last") -> str:
     """Date, machine and versions of a run, for the head of its table."""
     versions = f"torch {torch.__version__}, timm {timm.__version__}, soft_models {soft_models.__version__}"
-    return f"{date.today()}, {machine()}, {threads} threads, {precision}, channels-last, {versions}"
+    return f"{date.today()}, {machine()}, {threads} threads, {what}, {versions}"

@@ -1,4 +1,4 @@
-"""The released SOFT operator written plainly, step by step, as a yardstick for speed: the same numbers."""
+"""The released SOFT written plainly, step by step, as a yardstick for speed: the same numbers."""
 
 from types import MethodType
 
@@ -7,15 +7,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soft_models.attention.soft import SoftAttention
+from soft_models.layers import ChunkedMlp, ConvBNReLU
 
 __all__ = ["make_plain"]
 
 
 def make_plain(model: nn.Module) -> nn.Module:
-    """Give every SOFT attention of ``model`` the plain forward, in place."""
+    """Give ``model`` the plain SOFT attention, and its convolutions maps in the layout of the release, in place."""
     for module in model.modules():
         if isinstance(module, SoftAttention):
             module.__dict__["forward"] = MethodType(plain_forward, module)
+        elif isinstance(module, ConvBNReLU):
+            module.register_forward_pre_hook(lambda _, maps: (maps[0].contiguous(),))
+        elif isinstance(module, ChunkedMlp):
+            module.__dict__["forward"] = module.compute
     return model
 
 
@@ -24,8 +29,7 @@ def plain_forward(self: SoftAttention, x: Tensor, feat_size: tuple[int, int]) ->
     assert self.landmarks.conv is not None and self.local is not None
     B, N, C = x.shape
     h, d = self.num_heads, C // self.num_heads
-    weights, biases = self.qv.weight.chunk(2), self.qv.bias.chunk(2)
-    q, v = (F.linear(x, w, b).reshape(B, N, h, d).transpose(1, 2) for w, b in zip(weights, biases, strict=True))
+    q, v = (project(x).reshape(B, N, h, d).transpose(1, 2) for project in (self.q, self.v))
     q = q * d**-0.25
     maps = q.reshape(B * h, *feat_size, d).permute(0, 3, 1, 2)
     landmarks = self.landmarks.conv(maps).flatten(2).transpose(1, 2).reshape(B, h, -1, d)

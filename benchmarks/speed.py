@@ -1,23 +1,28 @@
 """Speed and memory against timm's models, every row in one run, ours and the peer taking turns.
 
-    python -m benchmarks.speed                             every row, about ten minutes on 2 CPU cores
+    python -m benchmarks.speed                             every row, about twelve minutes on 2 CPU cores
     python -m benchmarks.speed --rows "cosformer|vvt"      rows whose name matches
     python -m benchmarks.speed --output table.md           write the table as well
 
-A ratio is the median over the rounds, its spread the middle half of them. Nothing else should run on the machine.
+Models are as timm creates them, in torch's default layout, unless the row says otherwise. A ratio is the median over
+the rounds, its spread the middle half of them. Nothing else should run on the machine.
 """
 
 import argparse
 import logging
+import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from timm.layers import set_fused_attn
+from timm.utils import reparameterize_model
 from torch import nn
 
 from benchmarks.measure import Step, build, heading, inference, model_step, peak_memory, quartiles, seconds, training
@@ -28,6 +33,11 @@ from soft_models.attention import soft
 _logger = logging.getLogger("benchmarks")
 
 OURS, PVT, EFFICIENTVIT = "soft_tiny", "pvt_v2_b1", "efficientvit_b1"
+PLAIN, LAST = torch.contiguous_format, torch.channels_last
+
+
+class Unavailable(Exception):
+    """What a row needs and the machine lacks."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +50,13 @@ class Row:
     at_most: bool = False  # whether a smaller ratio is better
 
 
+def plain(name: str, **kwargs: Any) -> nn.Module:
+    """A model in torch's default layout."""
+    return build(name, PLAIN, **kwargs)
+
+
 def alternate(rounds: int, ours: Step, peer: Step, repeats: int = 1) -> list[float]:
-    """Time of the peer over ours, round by round, each round both in turn."""
+    """Time of the peer over ours, round by round, each round both in turn, each the best of ``repeats`` in a row."""
     for step in (ours, peer):
         step()
         step()
@@ -53,18 +68,19 @@ def alternate(rounds: int, ours: Step, peer: Step, repeats: int = 1) -> list[flo
 
 
 def against(
-    ours: str,
     peer: str,
     size: int,
     batch: int,
     kind: Callable[[nn.Module, int, int], Step] = inference,
+    ours: str = OURS,
+    make: Callable[[str], nn.Module] = plain,
     repeats: int = 1,
-    **kwargs: Any,
 ) -> Callable[[int], list[float]]:
-    """Ratio of img/s, ours over the peer's; ``kwargs`` are the peer's."""
+    """Ratio of img/s, ours over the peer's."""
 
     def measure(rounds: int) -> list[float]:
-        return alternate(rounds, kind(build(ours), size, batch), kind(build(peer, **kwargs), size, batch), repeats)
+        rounds = max(rounds, 5 * rounds // batch)  # small batches scatter more
+        return alternate(rounds, kind(make(ours), size, batch), kind(make(peer), size, batch), repeats)
 
     return measure
 
@@ -75,10 +91,10 @@ def vit_peer(ours: str, size: int, batch: int, fused: bool = True) -> Callable[[
     def measure(rounds: int) -> list[float]:
         set_fused_attn(fused)
         try:
-            peer = build("vit_small_patch16_224", img_size=size, global_pool="avg", class_token=False)
+            peer = plain("vit_small_patch16_224", img_size=size, global_pool="avg", class_token=False)
         finally:
             set_fused_attn(True)
-        return alternate(rounds, inference(build(f"{ours}_patch16_224"), size, batch), inference(peer, size, batch))
+        return alternate(rounds, inference(plain(f"{ours}_patch16_224"), size, batch), inference(peer, size, batch))
 
     return measure
 
@@ -92,99 +108,128 @@ def vit_rows(ours: str, bound: float) -> list[Row]:
     ]
 
 
-def memory(kind: str, size: int, batch: int) -> Callable[[int], list[float]]:
+def memory(kind: str, size: int, batch: int, layout: torch.memory_format) -> Callable[[int], list[float]]:
     """Ratio of peak resident memory above that before the step, in fresh processes, ours over the peer's."""
 
+    def peak(name: str) -> float:
+        return peak_memory(partial(model_step, layout=layout), kind, name, size, batch, threads=torch.get_num_threads())
+
     def measure(rounds: int) -> list[float]:
-        peaks = [
-            [peak_memory(model_step, kind, name, size, batch, threads=torch.get_num_threads()) for name in (OURS, PVT)]
-            for _ in range(min(rounds, 3))
-        ]
-        return [ours / peer for ours, peer in peaks]
+        return [peak(OURS) / peak(PVT) for _ in range(min(rounds, 3))]
 
     return measure
 
 
 def time_per_pixel(rounds: int) -> list[float]:
-    model = build("soft_tiny", stage4_attention="soft")
+    model = plain(OURS, stage4_attention="soft")
     small_over_large = alternate(rounds, inference(model, 2048, 1), inference(model, 512, 1))
     return [1 / (16 * ratio) for ratio in small_over_large]
 
 
 def achieved_flops(rounds: int) -> list[float]:
     """GFLOP/s of the model over those of a large float32 matrix product."""
-    model, side = build("soft_tiny"), 3072
+    model, side = plain(OURS), 3072
     work = 8 * count_multiply_adds(model, (3, 224, 224))
     a, b = torch.randn(side, side), torch.randn(side, side)
     ratios = alternate(rounds, inference(model, 224, 8), lambda: a @ b)
     return [ratio * work / side**3 for ratio in ratios]
 
 
-def plain_conv(rounds: int) -> list[float]:
-    plain = make_plain(build("soft_conv_tiny"))
-    return alternate(rounds, inference(build("soft_conv_tiny"), 224, 8), inference(plain, 224, 8))
+def released(rounds: int) -> list[float]:
+    peer = make_plain(plain("soft_conv_tiny"))
+    return alternate(rounds, inference(plain("soft_conv_tiny"), 224, 8), inference(peer, 224, 8))
 
 
 def conv_grid(rounds: int) -> list[float]:
-    free = build("soft_conv_tiny", landmark_grid=7)
-    return alternate(min(rounds, 2), inference(free, 1024, 1), inference(build("soft_conv_tiny"), 1024, 1))
+    free = plain("soft_conv_tiny", landmark_grid=7)
+    return alternate(min(rounds, 2), inference(free, 1024, 1), inference(plain("soft_conv_tiny"), 1024, 1))
+
+
+def reparameterized(rounds: int) -> list[float]:
+    ours = reparameterize_model(plain(OURS))
+    return alternate(rounds, inference(ours, 224, 8), inference(plain(OURS), 224, 8))
 
 
 def autocast(rounds: int) -> list[float]:
-    model = build("soft_tiny")
-    plain = inference(model, 224, 8)
+    if not re.search("avx512_bf16|amx_bf16|bf16", Path("/proc/cpuinfo").read_text()):
+        raise Unavailable("the processor has no bfloat16 units")
+    step = inference(plain(OURS), 224, 8)
 
     def half() -> None:
         with torch.autocast("cpu", torch.bfloat16):
-            plain()
+            step()
 
-    return alternate(rounds, half, plain)
+    return alternate(rounds, half, step)
 
 
 def compiled(kind: Callable[[nn.Module, int, int], Step], batch: int) -> Callable[[int], list[float]]:
     def measure(rounds: int) -> list[float]:
-        model = build("soft_tiny")
+        if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+            raise Unavailable("there is no C++ compiler")
+        model = plain(OURS)
         model.compile()
-        return alternate(rounds, kind(model, 224, batch), kind(build("soft_tiny"), 224, batch))
+        return alternate(rounds, kind(model, 224, batch), kind(plain(OURS), 224, batch))
 
     return measure
 
 
-def inverse_share(rounds: int) -> list[float]:
+def inverses(kind: Callable[[nn.Module, int, int], Step], batch: int) -> Callable[[int], list[float]]:
+    """Ratio of img/s, Cholesky factorisation over Newton steps."""
+
+    def measure(rounds: int) -> list[float]:
+        solve, newton = (kind(plain(OURS, inverse=inverse), 224, batch) for inverse in ("solve", "newton"))
+        return alternate(rounds, solve, newton)
+
+    return measure
+
+
+def inverse_share(inverse: str) -> Callable[[int], list[float]]:
     """Part of a training step that the inverse takes: 1 - (time with the identity in its place / time)."""
-    whole, without = training(build("soft_tiny"), 224, 16), training(build("soft_tiny"), 224, 16)
-    original = soft.soft_inverse_apply
 
-    def identity() -> None:
-        soft.soft_inverse_apply = lambda kernel, x, *args: x
-        try:
-            without()
-        finally:
-            soft.soft_inverse_apply = original
+    def measure(rounds: int) -> list[float]:
+        whole, without = (training(plain(OURS, inverse=inverse), 224, 16) for _ in range(2))
+        original = soft.soft_inverse_apply
 
-    return [1 - ratio for ratio in alternate(rounds, whole, identity)]
+        def identity() -> None:
+            soft.soft_inverse_apply = lambda kernel, x, *args: x
+            try:
+                without()
+            finally:
+                soft.soft_inverse_apply = original
+
+        return [1 - ratio for ratio in alternate(rounds, whole, identity)]
+
+    return measure
 
 
 ROWS = (
-    Row(f"soft_tiny inference 224, batch 8, img/s over {PVT}", against("soft_tiny", PVT, 224, 8), 1.5),
-    Row(f"soft_tiny inference 224, batch 1, img/s over {PVT}", against("soft_tiny", PVT, 224, 1, repeats=5), 1.7),
-    Row(f"soft_tiny training 224, batch 16, img/s over {PVT}", against("soft_tiny", PVT, 224, 16, training), 1.4),
-    Row(f"soft_tiny training 224, batch 16, peak memory over {PVT}", memory("training", 224, 16), 0.95, True),
-    Row(f"soft_tiny inference 1024, batch 1, img/s over {PVT}", against("soft_tiny", PVT, 1024, 1), 3.5),
-    Row(f"soft_tiny inference 1024, batch 1, peak memory over {PVT}", memory("inference", 1024, 1), 0.45, True),
-    Row(f"soft_tiny inference 224, batch 8, img/s over {EFFICIENTVIT}", against("soft_tiny", EFFICIENTVIT, 224, 8)),
-    Row(f"soft_tiny inference 1024, batch 1, img/s over {EFFICIENTVIT}", against("soft_tiny", EFFICIENTVIT, 1024, 1)),
-    Row("soft_tiny (stage 4 soft too) time per pixel, 2048 over 512", time_per_pixel, 1.15, True),
-    Row("soft_tiny 224, batch 8, GFLOP/s over a large matrix product's", achieved_flops, 0.7),
-    Row("soft_conv_tiny 224, batch 8, img/s over the released arithmetic", plain_conv, 2.0),
+    Row(f"{OURS} inference 224, batch 8, img/s over {PVT}", against(PVT, 224, 8), 1.5),
+    Row("the same, both channels-last", against(PVT, 224, 8, make=build)),
+    Row(f"{OURS} inference 224, batch 1, img/s over {PVT}", against(PVT, 224, 1), 1.7),
+    Row("the same, both channels-last", against(PVT, 224, 1, make=build)),
+    Row("the same, both channels-last, five runs of each in a row", against(PVT, 224, 1, make=build, repeats=5)),
+    Row(f"{OURS} training 224, batch 16, img/s over {PVT}", against(PVT, 224, 16, training), 1.4),
+    Row(f"{OURS} training 224, batch 16, peak memory over {PVT}", memory("training", 224, 16, PLAIN), 0.95, True),
+    Row(f"{OURS} inference 1024, batch 1, img/s over {PVT}", against(PVT, 1024, 1), 3.5),
+    Row("the same, both channels-last", against(PVT, 1024, 1, make=build)),
+    Row(f"{OURS} inference 1024, batch 1, peak memory over {PVT}", memory("inference", 1024, 1, PLAIN), 0.45, True),
+    Row("the same, both channels-last", memory("inference", 1024, 1, LAST)),
+    Row(f"{OURS} inference 224, batch 8, img/s over {EFFICIENTVIT}", against(EFFICIENTVIT, 224, 8)),
+    Row(f"{OURS} inference 1024, batch 1, img/s over {EFFICIENTVIT}", against(EFFICIENTVIT, 1024, 1)),
+    Row(f"{OURS} (stage 4 soft too) time per pixel, 2048 over 512", time_per_pixel, 1.15, True),
+    Row(f"{OURS} 224, batch 8, GFLOP/s over a large matrix product's", achieved_flops, 0.7),
+    Row("soft_conv_tiny 224, batch 8, img/s over the released arithmetic", released, 2.0),
     Row("soft_conv_tiny 1024, img/s, landmark_grid=7 over None", conv_grid, 20.0),
-    Row("soft_tiny 224, batch 8, bfloat16 autocast over float32", autocast, 1.6),
-    Row("soft_tiny inference 224, batch 8, compiled over eager", compiled(inference, 8), 1.15),
-    Row("soft_tiny training 224, batch 16, compiled over eager", compiled(training, 16), 1.15),
-    Row("soft_tiny training 224, batch 16, the inverse's share", inverse_share, 0.10, True),
+    Row(f"{OURS} 224, batch 8, convolution and norm fused over apart", reparameterized),
+    Row(f"{OURS} 224, batch 8, bfloat16 autocast over float32", autocast, 1.6),
+    Row(f"{OURS} inference 224, batch 8, compiled over eager", compiled(inference, 8), 1.15),
+    Row(f"{OURS} training 224, batch 16, compiled over eager", compiled(training, 16), 1.15),
+    Row(f"{OURS} training 224, batch 16, the inverse's share", inverse_share("solve"), 0.10, True),
+    Row("the same, inverse='newton'", inverse_share("newton")),
+    Row(f"{OURS} inference 224, batch 8, inverse='solve' over 'newton'", inverses(inference, 8)),
     *vit_rows("cosformer_vit_small", 0.95),
     *vit_rows("cosformer2d_vit_small", 0.9),
-    Row(f"vvt_tiny 224, batch 8, img/s over {PVT}", against("vvt_tiny", PVT, 224, 8), 1 / 1.42),
+    Row(f"vvt_tiny 224, batch 8, img/s over {PVT}", against(PVT, 224, 8, ours="vvt_tiny"), 1 / 1.42),
 )
 
 
@@ -207,11 +252,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    lines = [heading(args.threads), "", "| work | ratio | middle half | bound | kept |", "|---|---:|---:|---:|---|"]
+    lines = [
+        heading(args.threads, "float32"),
+        "",
+        "| work | ratio | middle half | bound | kept |",
+        "|---|---:|---:|---:|---|",
+    ]
     _logger.info("%s", "\n".join(lines))
     for row in ROWS:
         if re.search(args.rows, row.work):
-            lines.append(line(row, row.measure(args.rounds)))
+            try:
+                lines.append(line(row, row.measure(args.rounds)))
+            except Unavailable as reason:
+                lines.append(f"| {row.work} | n/a | {reason} | - | - |")
             _logger.info("%s", lines[-1])
     if args.output:
         args.output.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -5,19 +5,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from timm.layers import LayerNorm, get_norm_layer
+from timm.layers import LayerNorm, get_act_layer, get_norm_layer
 from timm.models._features import feature_take_indices  # private: timm has no public name for it
 from torch import Tensor, nn
 
 from soft_models.checkpoints import LoadsOfficialWeights
-from soft_models.layers import MIN_SIZE, check_min_size, init_weights, tokens_to_map
+from soft_models.layers import MIN_SIZE, check_images, init_weights, tokens_to_map
 
 try:
     from timm.models._input import update_model_input_size  # private: how timm >= 1.0.31 records the size
 except ImportError:
     update_model_input_size = None  # older timm records none
 
-__all__ = ["PyramidBackbone", "check_choice", "check_lengths", "halve", "resolve_norm", "to_size"]
+__all__ = ["PyramidBackbone", "check_choice", "check_lengths", "halve", "resolve_act", "resolve_norm", "to_size"]
 
 
 class PyramidBackbone(LoadsOfficialWeights):
@@ -151,7 +151,7 @@ class PyramidBackbone(LoadsOfficialWeights):
 
         A model with a class token gives maps as well once :meth:`prune_intermediate_layers` has removed stage 4.
         """
-        return self.norm(self.stages(self.patch_embed(check_min_size(x))))
+        return self.norm(self.stages(self.patch_embed(check_images(x))))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Pooling, dropout and classifier; ``pre_logits`` stops before the classifier."""
@@ -199,7 +199,7 @@ class PyramidBackbone(LoadsOfficialWeights):
         take, last = feature_take_indices(len(self.stages), indices)
         stages = self.stages[: last + 1] if stop_early else self.stages
         maps = []
-        x = self.patch_embed(check_min_size(x))
+        x = self.patch_embed(check_images(x))
         for i, stage in enumerate(stages):
             feat_size = halve((x.shape[-2], x.shape[-1]))
             x = stage(x)
@@ -267,3 +267,15 @@ def resolve_norm(norm_layer: str | Callable[..., nn.Module] | None, eps: float) 
         return get_norm_layer(norm_layer)
     except KeyError:
         raise ValueError(f"unknown norm_layer {norm_layer!r}; choose a name of timm's, such as 'layernorm'") from None
+
+
+def resolve_act(act_layer: str | type[nn.Module]) -> type[nn.Module]:
+    """timm's activation of that name, or a class as it is.
+
+    Raises:
+        ValueError: timm knows no such name.
+    """
+    try:
+        return get_act_layer(act_layer)
+    except KeyError:
+        raise ValueError(f"unknown act_layer {act_layer!r}; choose a name of timm's, such as 'gelu'") from None

@@ -10,6 +10,7 @@ from timm.layers import (
     DropPath,
     Mlp,
     register_notrace_function,
+    register_notrace_module,
     resample_abs_pos_embed_nhwc,
     trunc_normal_,
 )
@@ -19,6 +20,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 __all__ = [
     "MIN_SIZE",
     "Block",
+    "ChunkedMlp",
     "ConvBNReLU",
     "MapPool",
     "PostNormBlock",
@@ -26,9 +28,10 @@ __all__ = [
     "at_least_float32",
     "autocast_off",
     "check_grid",
-    "check_min_size",
+    "check_images",
     "head_width",
     "init_weights",
+    "is_exporting",
     "merge_heads",
     "pool_map",
     "split_heads",
@@ -78,7 +81,8 @@ def merge_heads(x: Tensor) -> Tensor:
 def tokens_to_map(x: Tensor, feat_size: tuple[int, int]) -> Tensor:
     """``(B, H * W, C)`` to ``(B, C, H, W)``, a view in channels-last memory."""
     B, _, C = x.shape
-    return x.transpose(1, 2).reshape(B, C, feat_size[0], feat_size[1])
+    # Not transposed and then reshaped: that gives a batch of one strides which torch does not take for channels-last.
+    return x.reshape(B, feat_size[0], feat_size[1], C).permute(0, 3, 1, 2)
 
 
 def check_grid(grid: int | tuple[int, int] | None) -> tuple[int, int] | None:
@@ -148,11 +152,16 @@ class MapPool(nn.Module):
 
 
 @register_notrace_function
-def check_min_size(x: Tensor, minimum: int = MIN_SIZE) -> Tensor:
-    """The image batch ``(B, C, H, W)`` as it is, or a ValueError if a side has fewer than ``minimum`` pixels."""
+def check_images(x: Tensor, minimum: int = MIN_SIZE) -> Tensor:
+    """The image batch ``(B, C, H, W)``, on a CPU in channels-last memory: there all convolutions are faster, and maps
+    turn to tokens and back without a copy.
+
+    Raises:
+        ValueError: A side has fewer than ``minimum`` pixels.
+    """
     if x.shape[-2] < minimum or x.shape[-1] < minimum:
         raise ValueError(f"images must be at least {minimum} x {minimum} pixels, got {x.shape[-2]} x {x.shape[-1]}")
-    return x
+    return x.to(memory_format=torch.channels_last) if x.device.type == "cpu" else x
 
 
 @register_notrace_function
@@ -193,6 +202,35 @@ class ConvBNReLU(nn.Sequential):
             self[0], self[1] = fuse_conv_bn_eval(conv, norm), nn.Identity()
 
 
+def is_exporting() -> bool:
+    """Whether ``torch.export``, or the ONNX exporter by way of it, is at work."""
+    return getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()  # torch 2.6 has the second only
+
+
+HIDDEN_ELEMENTS = 2**20  # of an MLP's hidden activations, which a CPU's cache holds with room for their neighbours
+
+
+@register_notrace_module
+class ChunkedMlp(Mlp):
+    """timm's two-layer MLP over tokens ``(B, N, C)``, on a CPU in pieces where no gradient is recorded.
+
+    Hidden activations then stay in the cache, and memory for them is not fetched from the system anew each time.
+    Graphs that are traced, exported or compiled hold the whole.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.jit.is_scripting():
+            rows = max(HIDDEN_ELEMENTS // self.fc1.out_features, 1)
+            eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+            if eager and x.device.type == "cpu" and not torch.is_grad_enabled() and x.shape[0] * x.shape[1] > rows:
+                return torch.cat([self.compute(part) for part in x.flatten(0, 1).split(rows)]).view(x.shape)
+        return self.compute(x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        x = self.norm(self.drop1(self.act(self.fc1(x))))
+        return self.drop2(self.fc2(x))
+
+
 class Block(nn.Module):
     """Pre-norm transformer block: ``x + attn(norm1(x))``, then ``x + mlp(norm2(x))``.
 
@@ -226,7 +264,7 @@ class Block(nn.Module):
         self.norm1 = norm_layer(dim, **dd)
         self.attn = attn
         self.norm2 = norm_layer(dim, **dd)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=act_layer, drop=proj_drop, **dd)
+        self.mlp = ChunkedMlp(dim, int(dim * mlp_ratio), act_layer=act_layer, drop=proj_drop, **dd)
         self.drop_path = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:

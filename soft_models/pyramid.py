@@ -5,12 +5,13 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from timm.layers import GELUTanh, calculate_drop_path_rates, resample_abs_pos_embed_nhwc, trunc_normal_
+from timm.layers import calculate_drop_path_rates, resample_abs_pos_embed_nhwc, trunc_normal_
 from timm.models import checkpoint
 from torch import Tensor, nn
 
 from soft_models.attention import attention_options, create_attention
-from soft_models.backbone import PyramidBackbone, check_lengths, halve, resolve_norm, to_size
+from soft_models.attention.soft import NEWTON_STEPS
+from soft_models.backbone import PyramidBackbone, check_lengths, halve, resolve_act, resolve_norm, to_size
 from soft_models.checkpoints import checkpoint_filter_fn
 from soft_models.layers import Block, ConvBNReLU, PostNormBlock, add_pos_embed, tokens_to_map
 
@@ -110,12 +111,15 @@ class PyramidTransformer(PyramidBackbone):
         sr_ratios: Pixels per landmark along each side of the map, of each stage; read by ``landmarks="conv"`` and
             ``landmark_grid=None``.
         local_kernels: Side of the depthwise convolution of V in stages 1 to 3, in pixels; 0 for none.
-        newton_iters: Newton steps for the inverse of the landmark kernel.
-        inverse: ``"newton"`` or ``"solve"``.
+        inverse: How SOFT inverts the landmark kernel: ``"newton"``, the released operator, or ``"solve"``, exact; None
+            for the first with ``"conv"`` landmarks, as released, and the second with ``"avg"``.
+        newton_iters: Steps of ``inverse="newton"``.
         drop_rate: Dropout rate before the head.
         pos_drop_rate: Dropout rate behind the position tables.
         proj_drop_rate: Dropout rate in attention and MLP, behind their projections.
         drop_path_rate: Stochastic depth rate of the last block; it grows linearly from 0 at the first.
+        act_layer: Activation of the MLPs in stages 1 to 3, timm's name or a class; None for the release's tanh form of
+            GELU with ``"conv"`` landmarks and for exact GELU, which CPUs compute three times as fast, with others.
         norm_layer: Normalisation of blocks and output, timm's name or a callable; None for the release's LayerNorm,
             with an eps of 1e-5 in post-norm blocks and 1e-6 elsewhere.
 
@@ -144,12 +148,13 @@ class PyramidTransformer(PyramidBackbone):
         landmark_grid: int | tuple[int, int] | None = 7,
         sr_ratios: tuple[int, ...] = (8, 4, 2, 1),
         local_kernels: tuple[int, ...] = (9, 5, 3),
-        newton_iters: int = 20,
-        inverse: str = "newton",
+        inverse: str | None = None,
+        newton_iters: int = NEWTON_STEPS,
         drop_rate: float = 0.0,
         pos_drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
+        act_layer: str | type[nn.Module] | None = None,
         norm_layer: str | Callable[..., nn.Module] | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -162,10 +167,11 @@ class PyramidTransformer(PyramidBackbone):
         options = {
             "landmarks": landmarks,
             "landmark_grid": landmark_grid,
-            "newton_iters": newton_iters,
             "inverse": inverse,
+            "newton_iters": newton_iters,
         }
         check_options((attention, stage4_attention), options | {"sr_ratios": sr_ratios, "local_kernels": local_kernels})
+        act_layers = [resolve_act(act_layer or ("gelu_tanh" if landmarks == "conv" else "gelu"))] * 3 + [nn.GELU]
         self.patch_embed = nn.Sequential(
             ConvBNReLU(in_chans, STEM_WIDTH, 2, **dd),
             ConvBNReLU(STEM_WIDTH, STEM_WIDTH, 1, **dd),
@@ -186,28 +192,13 @@ class PyramidTransformer(PyramidBackbone):
                 attn = create_attention(
                     name, dim, num_heads=num_heads[i], proj_drop=proj_drop_rate, **attn_kwargs, **dd
                 )
-                blocks.append(make_block(attn, dim, mlp_ratios[i], not last, norm_layer, proj_drop_rate, rate, **dd))
+                block, eps = (Block, 1e-6) if last else (PostNormBlock, 1e-5)
+                norm = resolve_norm(norm_layer, eps)
+                blocks.append(block(attn, dim, mlp_ratios[i], norm, act_layers[i], proj_drop_rate, rate, **dd))
             downsample = ConvBNReLU(embed_dims[i - 1], dim, 2, **dd) if i else nn.Identity()
             stages.append(Stage(downsample, dim, grid, blocks, class_token=last, pos_drop=pos_drop_rate, **dd))
         self.stages = nn.Sequential(*stages)
         self.add_head(resolve_norm(norm_layer, eps=1e-6)(self.num_features, **dd), drop_rate, **dd)
-
-
-def make_block(
-    attn: nn.Module,
-    dim: int,
-    mlp_ratio: float,
-    post_norm: bool,
-    norm_layer: str | Callable[..., nn.Module] | None,
-    proj_drop: float,
-    drop_path: float,
-    **dd: Any,
-) -> nn.Module:
-    """SOFT's post-norm block (tanh GELU in its MLP) or the pre-norm block of stage 4."""
-    norm = resolve_norm(norm_layer, eps=1e-5 if post_norm else 1e-6)
-    if post_norm:
-        return PostNormBlock(attn, dim, mlp_ratio, norm, GELUTanh, proj_drop, drop_path, **dd)
-    return Block(attn, dim, mlp_ratio, norm, nn.GELU, proj_drop, drop_path, **dd)
 
 
 def check_options(names: tuple[str, ...], options: dict[str, Any]) -> None:

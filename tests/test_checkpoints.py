@@ -256,7 +256,7 @@ def without(name: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        (without("block2.0.att.mha.W_v.bias"), r"1 missing: stages\.1\.blocks\.0\.attn\.qv\.bias"),
+        (without("block2.0.att.mha.W_v.bias"), r"1 missing: stages\.1\.blocks\.0\.attn\.v\.bias"),
         (without("pos_embed3"), r"1 missing: stages\.2\.pos_embed"),
         (official() | {"block3.5.att.norm1.bias": torch.ones(96)}, r"1 unexpected: stages\.2\.blocks\.5\.norm1\.bias"),
         (official() | {"norm.bias": torch.ones(7)}, r"1 of another shape: norm\.bias \(7,\) for \(128,\)"),
