@@ -28,8 +28,6 @@ HALF_ERROR = 0.02  # of the norm: what half precision may cost
 QUADRATIC = {"softmax"}  # by definition
 # Options under which the output is the explicit weights times the values, for attentions that have them.
 LINEAR = {"clamp": False}
-# Options whose size only makes compilers slow.
-QUICK = {"newton_iters": 3}
 
 
 def build(name: str, **kwargs: Any) -> nn.Module:
@@ -151,7 +149,8 @@ def test_projection_dropout_acts_in_training_only(name: str) -> None:
     ("options", "message"),
     [
         ({"inverse": "newtno"}, "unknown inverse 'newtno'; choose 'newton' or 'solve'"),
-        ({"newton_iters": 1}, "newton_iters must be at least 2, got 1"),
+        ({"inverse": "newton", "newton_iters": 1}, "newton_iters must be at least 2, got 1"),
+        ({"newton_iters": 9}, "inverse='solve' takes no Newton steps, got newton_iters=9"),
         ({"local_kernel": 4}, "local_kernel must be odd, or 0 for none, got 4"),
         ({"local_kernel": -3}, "local_kernel must be odd, or 0 for none, got -3"),
         ({"landmarks": "max"}, "unknown landmarks 'max'; choose 'avg' or 'conv'"),
@@ -375,7 +374,7 @@ def test_four_times_the_pixels_cost_four_times_as_much(name: str) -> None:
 @over_attentions
 @pytest.mark.parametrize("training", [True, False])
 def test_compiles_without_graph_breaks(name: str, training: bool, fresh_dynamo: None) -> None:
-    attn = build_with(name, QUICK).train(training)
+    attn = build(name).train(training)
     compiled = torch.compile(copy.deepcopy(attn), fullgraph=True, backend="eager")
     x, y = tokens(prefix=1).requires_grad_(), tokens(prefix=1).requires_grad_()
     expected, actual = attn(x, MAP), compiled(y, MAP)
@@ -392,7 +391,7 @@ def test_compiles_without_graph_breaks(name: str, training: bool, fresh_dynamo: 
 def test_another_batch_or_map_compiles_once_more_at_most(
     name: str, others: list[tuple[int, tuple[int, int]]], fresh_dynamo: None
 ) -> None:
-    attn = build_with(name, QUICK)
+    attn = build(name)
     counter = CompileCounter()
     compiled = torch.compile(attn, backend=counter, fullgraph=True)
     with torch.no_grad():
@@ -404,7 +403,7 @@ def test_another_batch_or_map_compiles_once_more_at_most(
 
 @over_attentions
 def test_exported_program_takes_other_batches_and_survives_a_file(name: str) -> None:
-    attn = build_with(name, QUICK)
+    attn = build(name)
     batch = torch.export.Dim("batch", min=1, max=8)
     program = torch.export.export(attn, (tokens(prefix=1), MAP), dynamic_shapes=({0: batch}, (None, None)))
     stream = io.BytesIO()
@@ -427,7 +426,7 @@ def test_exported_program_takes_other_batches_and_survives_a_file(name: str) -> 
 
 @over_attentions
 def test_scripted_module_equals_eager_for_other_maps(name: str) -> None:
-    attn = build_with(name, QUICK)
+    attn = build(name)
     stream = io.BytesIO()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch deprecates TorchScript

@@ -1,11 +1,14 @@
 """SOFT: the pure functions against their explicit N x N form, and the module's own options."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from naive import naive_average_pool, naive_gaussian, naive_released_newton, naive_soft
 from torch import Tensor
 from torch.testing import assert_close
 
+from soft_models.attention import soft
 from soft_models.attention.soft import (
     Landmarks,
     SoftAttention,
@@ -16,6 +19,7 @@ from soft_models.attention.soft import (
     ridge_scale,
     soft_attention,
     soft_inverse_apply,
+    solve_spd,
 )
 
 EYE = torch.eye(49)
@@ -84,21 +88,46 @@ def test_inverse_of_singular_kernels_is_finite_and_bounded_with_gradients(invers
     assert kernel.grad is not None and kernel.grad.isfinite().all()
 
 
-def test_newton_gradients_are_those_of_the_inverse_to_second_order() -> None:
+@pytest.mark.parametrize(
+    "inverse",
+    [
+        lambda kernel: newton_schulz_pinv(kernel, ridge_scale(kernel), 40),
+        lambda kernel: solve_spd(kernel, torch.eye(6, dtype=kernel.dtype).expand_as(kernel)),
+    ],
+    ids=["newton", "solve"],
+)
+def test_gradients_are_those_of_the_inverse_to_second_order(inverse: Callable[[Tensor], Tensor]) -> None:
     points = torch.randn(1, 2, 6, 4, dtype=torch.float64, requires_grad=True)
-
-    def inverse(points: Tensor, exact: bool) -> Tensor:
-        kernel = add_ridge(gaussian_kernel(points, points))
-        return torch.linalg.inv(kernel) if exact else newton_schulz_pinv(kernel, ridge_scale(kernel), 40)
-
     weight = torch.randn(1, 2, 6, 6, dtype=torch.float64)
     first, second = [], []
     for exact in (False, True):
-        (gradient,) = torch.autograd.grad((inverse(points, exact) * weight).sum(), points, create_graph=True)
+        kernel = add_ridge(gaussian_kernel(points, points))
+        result = torch.linalg.inv(kernel) if exact else inverse(kernel)
+        (gradient,) = torch.autograd.grad((result * weight).sum(), points, create_graph=True)
         first.append(gradient)
         second.append(torch.autograd.grad(gradient.square().sum(), points)[0])
     assert_close(first[0], first[1], rtol=1e-8, atol=1e-8)
     assert_close(second[0], second[1], rtol=1e-7, atol=1e-7)
+
+
+SOLVED = {"well": lambda: kernel_of(1.5), "ill": lambda: kernel_of(0.05), "all ones": lambda: torch.ones(1, 1, 49, 49)}
+
+
+@pytest.mark.parametrize("exporting", [False, True])
+@pytest.mark.parametrize("case", sorted(SOLVED))
+def test_solve_is_the_inverse_for_any_kernel(case: str, exporting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soft, "is_exporting", lambda: exporting)  # then by Newton steps
+    kernel, x = add_ridge(SOLVED[case]()), torch.randn(1, 1, 49, 32)
+    found, exact = solve_spd(kernel, x), torch.linalg.solve(kernel.double(), x.double())
+    # The condition number is up to 4,901: so many times 6e-8 is what float32 input leaves.
+    assert (found - exact).norm() / exact.norm() < 3e-4
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_solve_hides_no_broken_kernel(value: float) -> None:
+    kernel = add_ridge(kernel_of(1.0))
+    kernel[..., 3, 3] = value
+    assert not solve_spd(kernel, torch.randn(1, 1, 49, 32)).isfinite().all()
 
 
 def test_halved_scale_equals_the_released_loop_and_ignores_batch_mates() -> None:

@@ -13,7 +13,6 @@ from soft_models.layers import (
     check_grid,
     head_width,
     is_exporting,
-    merge_heads,
     pool_map,
     split_heads,
     tokens_to_map,
@@ -49,7 +48,7 @@ def gaussian_kernel(q: Tensor, k: Tensor, k_scale: float = 1.0, min_exponent: fl
 
     Args:
         q: ``(..., N, d)``, floating point; its mean is the one subtracted, so pass the smaller set here.
-        k: ``(..., M, d)`` of the same dtype.
+        k: ``(..., M, d)`` of the same dtype, or of a smaller one.
         k_scale: Factor s on ``k``, which costs nothing here.
         min_exponent: Exponents below are raised to it.
 
@@ -57,16 +56,18 @@ def gaussian_kernel(q: Tensor, k: Tensor, k_scale: float = 1.0, min_exponent: fl
         ``(..., N, M)`` with entries in [0, 1], 1 where the vectors are equal.
     """
     centre = q.detach().mean(dim=-2, keepdim=True)
-    q, k = q - centre, torch.add(-centre, k, alpha=k_scale)
-    q_norm = q.square().sum(dim=-1, keepdim=True) * 0.5
-    k_norm = k.square().sum(dim=-1, keepdim=True) * 0.5
-    # One product gives q.k - |q|^2/2 - |k|^2/2, since the half norms ride along as two more columns.
-    q = torch.cat([q, -q_norm, torch.ones_like(q_norm)], dim=-1)
-    k = torch.cat([k, torch.ones_like(k_norm), -k_norm], dim=-1)
-    exponent = q @ k.transpose(-2, -1)
+    q = q - centre
+    # In the product's order, or compilers sum squares in an order that cores cannot share.
+    k = torch.add(-centre, k, alpha=k_scale).contiguous()
+    exponent = (q @ k.transpose(-2, -1)).sub_(half_square(k)[..., None, :]).sub_(half_square(q)[..., None])
     # Outside the gradient: where rounding leaves the range the true slope is 0 already, and no mask is kept.
     exponent.detach().clamp_(min_exponent, 0.0)
     return exponent.exp_()
+
+
+def half_square(x: Tensor) -> Tensor:
+    """``|x|^2 / 2`` of vectors, ``(..., d)`` to ``(...)``."""
+    return x.square().sum(dim=-1) * 0.5
 
 
 def newton_schulz_pinv(matrix: Tensor, scale: Tensor, iters: int = 20, gradient_steps: int = GRADIENT_STEPS) -> Tensor:
@@ -162,12 +163,12 @@ def solve_spd(matrix: Tensor, x: Tensor, gradient_steps: int = GRADIENT_STEPS) -
     the closed form, right to second order as well.
 
     Args:
-        matrix: A, ``(..., M, M)``.
+        matrix: A, ``(..., M, M)``; that it is positive definite is not checked: a kernel with its ridge always is.
         x: ``(..., M, d)``.
         gradient_steps: Steps of refinement.
 
     Returns:
-        ``(..., M, d)``; NaN where ``matrix`` is not positive definite or not finite.
+        ``(..., M, d)``; NaN where ``matrix`` holds NaN or infinity.
     """
     inverse = inverse_spd(matrix.detach())
     y = inverse @ x
@@ -203,9 +204,9 @@ def soft_attention(
     (arXiv:2110.11945; queries and keys are the same).
 
     Args:
-        q: Queries, ``(B, h, N, d)``; float32 or float64.
+        q: Queries, ``(B, h, N, d)``, of the landmarks' dtype or a smaller one.
         v: Values, ``(B, h, N, d)``.
-        landmarks: ``(B, h, M, d)``, of the scaled queries.
+        landmarks: ``(B, h, M, d)``, of the scaled queries; float32 or float64.
         normalize: Symmetric normalisation by the landmark degrees (SOFT++, arXiv:2207.03341).
         inverse: ``"newton"`` or ``"solve"``, see :func:`soft_inverse_apply`.
         iters: Newton steps.
@@ -371,14 +372,16 @@ class SoftAttention(nn.Module):
         else:
             with autocast_off(x):
                 out = self.attend(q, v, landmarks)
-        out = merge_heads(out).to(v.dtype)
+        out = out.transpose(1, 2).to(v.dtype, memory_format=torch.contiguous_format).flatten(2)
         if self.local is not None:
             out = out + self.local(v, feat_size)
         return self.proj_drop(self.proj(out))
 
     def attend(self, q: Tensor, v: Tensor, landmarks: Tensor) -> Tensor:
-        q, v = split_heads(at_least_float32(q), self.num_heads), split_heads(at_least_float32(v), self.num_heads)
         landmarks = at_least_float32(landmarks)
+        # One pass each for cast and layout; the queries are cast as the kernel centres them.
+        v = split_heads(v, self.num_heads).to(landmarks.dtype, memory_format=torch.contiguous_format)
+        q = split_heads(q, self.num_heads)
         return soft_attention(q, v, landmarks, self.normalize, self.inverse, self.newton_iters, self.scale)
 
     @torch.jit.ignore
@@ -387,7 +390,7 @@ class SoftAttention(nn.Module):
         q = self.q(x)
         landmarks = at_least_float32(self.landmarks(q[:, x.shape[1] - feat_size[0] * feat_size[1] :], feat_size))
         with autocast_off(x):
-            to_landmarks = gaussian_kernel(landmarks, split_heads(at_least_float32(q), self.num_heads), self.scale)
+            to_landmarks = gaussian_kernel(landmarks, split_heads(q, self.num_heads), self.scale)
             kernel = gaussian_kernel(landmarks, landmarks)
             left = to_landmarks if rows is None else to_landmarks[..., rows]
             summary = soft_inverse_apply(kernel, to_landmarks, self.normalize, self.inverse, self.newton_iters)
