@@ -41,8 +41,8 @@ def test_readme_holds_the_table_of_the_code() -> None:
 
 
 def test_inverse_has_its_known_cost(rows: list[zoo.Row]) -> None:
-    # SOFT-Tiny: 20 steps of 2 products of 49 x 49 matrices, for 2, 8 and 30 heads in stages 1 to 3.
-    (tiny,) = [row for row in rows if row.name == "soft_tiny"]
+    # Tiny: 20 steps of 2 products of 49 x 49 matrices, for 2, 8 and 30 heads in stages 1 to 3.
+    (tiny,) = [row for row in rows if row.name == "soft_conv_tiny"]
     assert tiny.inverse_multiply_adds == pytest.approx(20 * 2 * 49**3 * (1 * 2 + 2 * 4 + 3 * 10), rel=0.01)
 
 

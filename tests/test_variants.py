@@ -1116,9 +1116,13 @@ def test_pyramid_takes_every_attention(attention: str, place: str) -> None:
         {"landmarks": "conv", "landmark_grid": None},
         {"landmarks": "conv", "sr_ratios": (4, 4, 2, 1)},
         {"stage4_attention": "soft"},
-        {"inverse": "solve", "attention": "soft_norm"},
+        {"inverse": "newton", "newton_iters": 5},
+        {"attention": "soft_norm"},
+        {"attention": "soft_norm", "inverse": "newton"},
         {"local_kernels": (0, 0, 0)},
         {"global_pool": "avg"},
+        {"act_layer": "relu"},
+        {"act_layer": nn.SiLU},
         {"norm_layer": "layernorm"},
         {"norm_layer": nn.LayerNorm},
     ],
@@ -1153,6 +1157,8 @@ def test_pyramid_options_take_any_size(options: dict[str, Any], size: tuple[int,
         ({"sr_ratios": (8, 0, 2, 1)}, "sr_ratio must be at least 1, got 0"),
         ({"local_kernels": (9, 4, 3)}, "local_kernel must be odd, or 0 for none, got 4"),
         ({"newton_iters": 1}, "newton_iters must be at least 2, got 1"),
+        ({"newton_iters": 9}, "inverse='solve' takes no Newton steps, got newton_iters=9"),
+        ({"act_layer": "gleu"}, "unknown act_layer 'gleu'; choose a name of timm's, such as 'gelu'"),
         ({"inverse": "sovle"}, "unknown inverse 'sovle'; choose 'newton' or 'solve'"),
         (
             {"attention": "softmax", "landmarks": "conv"},
@@ -1169,6 +1175,15 @@ def test_pyramid_options_take_any_size(options: dict[str, Any], size: tuple[int,
 def test_pyramid_refuses_wrong_arguments_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PyramidTransformer(**(PYRAMID | {"device": "meta"} | options))
+
+
+@pytest.mark.parametrize(
+    ("landmarks", "inverse", "activation"), [("conv", "newton", "GELUTanh"), ("avg", "solve", "GELU")]
+)
+def test_conv_landmarks_bring_the_release_with_them(landmarks: str, inverse: str, activation: str) -> None:
+    blocks = [block for stage in pyramid(landmarks=landmarks).stages for block in stage.blocks]
+    assert {block.attn.inverse for block in blocks[:-1]} == {inverse}
+    assert [type(block.mlp.act).__name__ for block in blocks] == [activation] * (len(blocks) - 1) + ["GELU"]
 
 
 def test_pyramid_methods_refuse_wrong_arguments_by_name() -> None:
