@@ -1,4 +1,4 @@
-"""What every test shares: seed, one thread, tolerances by dtype, and the markers ``slow`` and ``gpu``."""
+"""What every test shares: seed, one thread, and the markers ``slow`` and ``gpu``."""
 
 import os
 
@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,27 +17,20 @@ import torch
 torch.set_num_threads(1)
 
 
-# Rounding alone, as torch.testing.assert_close takes it: a test that allows more says why.
-TOLERANCES: dict[torch.dtype, dict[str, float]] = {
-    torch.float64: {"rtol": 1e-9, "atol": 1e-10},
-    torch.float32: {"rtol": 1e-4, "atol": 1e-5},
-    torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
-    torch.float16: {"rtol": 1e-2, "atol": 1e-2},
-}
-
-
-@pytest.fixture
-def tolerances() -> dict[torch.dtype, dict[str, float]]:
-    """Relative and absolute tolerance by dtype: ``assert_close(actual, expected, **tolerances[dtype])``."""
-    return TOLERANCES
-
-
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     """Every test starts from the same random state, alone or among others."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Nothing compiled before counts, and nothing compiled here later."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

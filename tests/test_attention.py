@@ -7,7 +7,6 @@ import io
 import operator
 import warnings
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -84,13 +83,6 @@ def check_gradients(attn: nn.Module) -> None:
 def projection_of_values(attn: nn.Module) -> nn.Linear:
     """The layer whose last channels are the values: the last one before the output projection."""
     return [module for name, module in attn.named_children() if isinstance(module, nn.Linear) and name != "proj"][-1]
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 # Construction.

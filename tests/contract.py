@@ -1,0 +1,125 @@
+"""What the tests of the models share: small models of each family, images, comparisons."""
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from zoo import enliven, family_names, registered_names
+
+FAST = family_names()
+over_families = pytest.mark.parametrize("name", FAST)
+over_names = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in registered_names()]
+)
+
+SIZE = (48, 80)  # pixels: not square, no multiples of 32
+CLASSES = 10
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HALF_ERROR = 0.02  # of the norm: what half precision may cost
+PYRAMID: dict[str, Any] = {"embed_dims": (16, 32, 48, 64), "depths": (1, 1, 2, 1), "num_heads": (1, 2, 3, 4)}
+VIT: dict[str, Any] = {"embed_dim": 48, "depth": 3, "num_heads": 3}
+BLOCK = re.compile(r"(?:^|\.)blocks\.\d+$")
+
+# Size: parameters in millions, multiply-adds in billions at 224 x 224 without the iterative inverse.
+COUNTS = {
+    "tiny": (12.96, 1.95),
+    "small": (23.97, 3.38),
+    "medium": (45.58, 7.46),
+    "large": (64.42, 11.33),
+    "huge": (86.76, 16.15),
+}
+
+
+@functools.cache
+def full(name: str) -> nn.Module:
+    """The registered model on the meta device: for its metadata."""
+    return timm.create_model(name, device="meta").eval()
+
+
+def small_args(name: str) -> dict[str, Any]:
+    """Constructor arguments that make a model of the family of ``name`` small."""
+    strides = {info["reduction"] for info in full(name).feature_info}
+    return {"img_size": 64, "num_classes": CLASSES, **(PYRAMID if len(strides) > 1 else VIT)}
+
+
+def small(name: str, **kwargs: Any) -> nn.Module:
+    """A small model of the family of ``name``, in eval mode, of random weights under which every part matters."""
+    model = timm.create_model(name, **(small_args(name) | kwargs)).eval()
+    return enliven(model)
+
+
+@functools.cache
+def shared(name: str) -> nn.Module:
+    """One small model for the tests that change nothing in it."""
+    return small(name)
+
+
+def few_newton_steps(model: nn.Module) -> nn.Module:
+    """The same model with few steps of an iterative inverse, whose number only makes compilers slow."""
+    for module in model.modules():
+        if hasattr(module, "newton_iters"):
+            module.newton_iters = 3
+    return model
+
+
+def images(batch: int = 2, size: tuple[int, int] = SIZE, chans: int = 3) -> Tensor:
+    return torch.randn(batch, chans, *size, generator=torch.Generator().manual_seed(2))
+
+
+def map_sizes(model: nn.Module, size: tuple[int, int]) -> list[tuple[int, int]]:
+    """Height and width of every map, after the strides that the model gives: rounded up, so that nothing is cropped."""
+    return [(-(-size[0] // info["reduction"]), -(-size[1] // info["reduction"])) for info in model.feature_info]
+
+
+def shapes(maps: list[Tensor]) -> list[tuple[int, int]]:
+    return [(y.shape[-2], y.shape[-1]) for y in maps]
+
+
+def close(actual: Tensor, expected: Tensor, what: str, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
+
+
+def same(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Equal but for the rounding of matrix products, which depends on how memory is aligned."""
+    close(actual, expected, what, rtol=1e-5, atol=1e-5)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def loss_of(*outputs: Tensor) -> Tensor:
+    """A sum with random weights: a plain one is constant behind a layer normalisation."""
+    generator = torch.Generator().manual_seed(3)
+    return sum(((y * torch.randn(y.shape, generator=generator).to(y.dtype)).sum() for y in outputs), torch.zeros(()))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradient of every parameter; fails with the names of those that have none or one that is not finite."""
+    without = [name for name, p in model.named_parameters() if p.grad is None]
+    assert not without, f"parameters without a gradient: {without}"
+    infinite = [name for name, p in model.named_parameters() if not p.grad.isfinite().all()]
+    assert not infinite, f"parameters with a gradient that is not finite: {infinite}"
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def blocks(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if BLOCK.search(name)}
+
+
+def save(model: nn.Module, folder: Path) -> str:
+    path = folder / "weights.pth"
+    torch.save(model.state_dict(), path)
+    return str(path)
+
+
+def load(name: str, file: str, **kwargs: Any) -> nn.Module:
+    """Weights in a file of ``CLASSES`` classes through timm's pretrained path, which adapts head and channels."""
+    overlay = {"file": file, "num_classes": CLASSES}
+    arguments = small_args(name) | kwargs
+    return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments).eval()

@@ -1,0 +1,43 @@
+"""What users' checkpoints depend on, recorded: names and shapes of the weights, and logits of weights that follow from
+the names. ``python tests/golden.py`` writes ``data/golden/`` anew.
+
+A change here orphans checkpoints: it needs a way for old ones to load (``soft_models/checkpoints/renames.py``).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from zoo import enliven, family_names, registered_names
+
+FOLDER = Path(__file__).parent / "data/golden"
+# One of each family, and every attention in SOFT-Tiny's body.
+NAMES = sorted({*family_names(), *(name for name in registered_names() if name.startswith("pyramid_tiny_"))})
+LOGITS = 8
+SIZE = (96, 64)  # the position tables of the pyramids are resized to it
+BOUND_TO_SIZE = ("cosformer",)  # their tables take the size that the model was made for
+
+
+def record(name: str) -> dict[str, Any]:
+    """Names, shapes and the first logits of a registered model."""
+    model = enliven(timm.create_model(name).eval())
+    size = (224, 224) if name.startswith(BOUND_TO_SIZE) else SIZE
+    with torch.no_grad():
+        logits = model(torch.randn(1, 3, *size, generator=torch.Generator().manual_seed(0)))
+    return {
+        "tensors": {key: list(tensor.shape) for key, tensor in model.state_dict().items()},
+        "logits": [round(value, 6) for value in logits[0, :LOGITS].tolist()],
+    }
+
+
+def recorded(name: str) -> dict[str, Any]:
+    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name in NAMES:
+        text = json.dumps(record(name)).replace('], "', '],\n"')
+        (FOLDER / f"{name}.json").write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,141 @@
+"""The arguments of the pyramid."""
+
+from typing import Any
+
+import pytest
+import torch
+from contract import (
+    CLASSES,
+    PYRAMID,
+    close,
+    gradients,
+    images,
+    loss_of,
+)
+from torch import nn
+from zoo import enliven
+
+from soft_models.attention import ATTENTIONS
+from soft_models.pyramid import PyramidTransformer
+
+
+def pyramid(**kwargs: Any) -> PyramidTransformer:
+    return enliven(PyramidTransformer(**(PYRAMID | {"img_size": 64, "num_classes": CLASSES} | kwargs)).eval())
+
+
+@pytest.mark.parametrize("place", ["attention", "stage4_attention"])
+@pytest.mark.parametrize("attention", sorted(ATTENTIONS))
+def test_pyramid_takes_every_attention(attention: str, place: str) -> None:
+    model = pyramid(**{place: attention})
+    with torch.no_grad():
+        together = model(images())
+        close(model(images()[1:]), together[1:], "logits of an image alone", rtol=1e-5)
+    loss_of(model.train()(images())).backward()
+    gradients(model)
+
+
+@pytest.mark.parametrize("size", [(32, 32), (47, 65), (104, 32)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"landmark_grid": None},
+        {"landmark_grid": 3},
+        {"landmark_grid": (2, 5)},
+        {"landmark_grid": [2, 5]},
+        {"landmarks": "conv"},
+        {"landmarks": "conv", "landmark_grid": None},
+        {"landmarks": "conv", "sr_ratios": (4, 4, 2, 1)},
+        {"stage4_attention": "soft"},
+        {"inverse": "newton", "newton_iters": 5},
+        {"attention": "soft_norm"},
+        {"attention": "soft_norm", "inverse": "newton"},
+        {"local_kernels": (0, 0, 0)},
+        {"global_pool": "avg"},
+        {"act_layer": "relu"},
+        {"act_layer": nn.SiLU},
+        {"norm_layer": "layernorm"},
+        {"norm_layer": nn.LayerNorm},
+    ],
+    ids=str,
+)
+def test_pyramid_options_take_any_size(options: dict[str, Any], size: tuple[int, int]) -> None:
+    model = pyramid(**options)
+    logits = model(images(size=size))
+    assert logits.isfinite().all()
+    loss_of(logits).backward()
+    gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"img_size": 31}, "img_size must be at least 32 x 32 pixels, got 31"),
+        ({"img_size": (64, 16)}, r"img_size must be at least 32 x 32 pixels, got \(64, 16\)"),
+        ({"embed_dims": (16, 32, 48)}, r"embed_dims needs 4 entries, one per stage, got \(16, 32, 48\)"),
+        ({"depths": (1, 1, 1, 1, 1)}, "depths needs 4 entries"),
+        ({"num_heads": (1, 2)}, "num_heads needs 4 entries"),
+        ({"mlp_ratios": (4,)}, "mlp_ratios needs 4 entries"),
+        ({"sr_ratios": (8, 4, 2)}, "sr_ratios needs 4 entries"),
+        ({"local_kernels": (9, 5, 3, 3)}, "local_kernels needs 3 entries"),
+        ({"num_heads": (3, 2, 3, 4)}, "dim must be divisible by num_heads, got dim=16, num_heads=3"),
+        ({"global_pool": "tokens"}, r"unknown global_pool 'tokens'; choose one of \('token', 'avg', ''\)"),
+        ({"attention": "sfot"}, r"unknown attention 'sfot'; choose one of \[.*'soft'.*\]"),
+        ({"stage4_attention": "sofmax"}, r"unknown attention 'sofmax'; choose one of \[.*'softmax'.*\]"),
+        ({"landmarks": "average"}, "unknown landmarks 'average'; choose 'avg' or 'conv'"),
+        ({"landmark_grid": 0}, "landmark_grid must be positive, got 0"),
+        ({"landmark_grid": (7, -1)}, r"landmark_grid must be positive, got \(7, -1\)"),
+        ({"sr_ratios": (8, 0, 2, 1)}, "sr_ratio must be at least 1, got 0"),
+        ({"local_kernels": (9, 4, 3)}, "local_kernel must be odd, or 0 for none, got 4"),
+        ({"newton_iters": 1}, "newton_iters must be at least 2, got 1"),
+        ({"newton_iters": 9}, "inverse='solve' takes no Newton steps, got newton_iters=9"),
+        ({"act_layer": "gleu"}, "unknown act_layer 'gleu'; choose a name of timm's, such as 'gelu'"),
+        ({"inverse": "sovle"}, "unknown inverse 'sovle'; choose 'newton' or 'solve'"),
+        (
+            {"attention": "softmax", "landmarks": "conv"},
+            "'softmax' and 'softmax' has no landmarks, got landmarks='conv'",
+        ),
+        ({"attention": "softmax", "landmark_grid": 5}, "has no landmark_grid, got landmark_grid=5"),
+        ({"attention": "softmax", "newton_iters": 9}, "has no newton_iters, got newton_iters=9"),
+        ({"attention": "softmax", "inverse": "solve"}, "has no inverse, got inverse='solve'"),
+        ({"attention": "softmax", "sr_ratios": (4, 4, 2, 1)}, r"has no sr_ratios, got sr_ratios=\(4, 4, 2, 1\)"),
+        ({"attention": "softmax", "local_kernels": (3, 3, 3)}, r"has no local_kernels, got local_kernels=\(3, 3, 3\)"),
+    ],
+    ids=str,
+)
+def test_pyramid_refuses_wrong_arguments_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PyramidTransformer(**(PYRAMID | {"device": "meta"} | options))
+
+
+@pytest.mark.parametrize(
+    ("landmarks", "inverse", "activation"), [("conv", "newton", "GELUTanh"), ("avg", "solve", "GELU")]
+)
+def test_conv_landmarks_bring_the_release_with_them(landmarks: str, inverse: str, activation: str) -> None:
+    blocks = [block for stage in pyramid(landmarks=landmarks).stages for block in stage.blocks]
+    assert {block.attn.inverse for block in blocks[:-1]} == {inverse}
+    assert [type(block.mlp.act).__name__ for block in blocks] == [activation] * (len(blocks) - 1) + ["GELU"]
+
+
+def test_pyramid_methods_refuse_wrong_arguments_by_name() -> None:
+    model = pyramid()
+    with pytest.raises(ValueError, match="img_size must be at least 32 x 32 pixels, got 16"):
+        model.set_input_size(16)
+    with pytest.raises(ValueError, match="unknown init mode 'jax'; choose one of"):
+        model.init_weights("jax")
+    with pytest.raises(ValueError, match="unknown output_fmt 'NLC'; choose one of"):
+        model.forward_intermediates(images(), output_fmt="NLC")
+    with pytest.raises(ValueError, match="images must be at least 32 x 32 pixels, got 48 x 31"):
+        model(images(size=(48, 31)))
+    with pytest.raises(ValueError, match="unknown global_pool 'max'"):
+        model.reset_classifier(3, "max")
+
+
+def test_class_token_pooling_is_the_first_token() -> None:
+    model = pyramid(global_pool="token")
+    tokens = model.forward_features(images())
+    assert torch.equal(model.forward_head(tokens, pre_logits=True), tokens[:, 0])
+
+
+def test_position_tables_are_made_for_the_image_size() -> None:
+    model = pyramid(img_size=(75, 130))
+    assert [tuple(stage.pos_embed.shape[1:3]) for stage in model.stages] == [(19, 33), (10, 17), (5, 9), (3, 5)]
