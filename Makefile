@@ -47,8 +47,8 @@ demo: $(VENV)/.installed-demo ## train SOFT on handwritten digits and test it (8
 	@echo "Checkpoint: $(RUN)/model_best.pth.tar"
 	@echo "TensorBoard log: $(RUN), shown by: $(PY) -m tensorboard.main --logdir $(RUN)"
 
-detection: $(VENV)/.installed-downstream $(RUN)/model_best.pth.tar ## train Mask R-CNN on scenes of digits, from the demo's classifier (15 minutes)
-segmentation: $(VENV)/.installed-downstream $(RUN)/model_best.pth.tar ## the same with UPerNet
+detection: $(VENV)/.installed-downstream $(RUN)/model_best.pth.tar ## train Mask R-CNN on scenes of digits, from the demo's classifier (5 minutes)
+segmentation: $(VENV)/.installed-downstream $(RUN)/model_best.pth.tar ## the same with UPerNet (15 minutes)
 detection segmentation:
 	$(PY) -m examples.$@ --data $(DATA) --output output/$@ --checkpoint $(RUN)/model_best.pth.tar
 
@@ -84,14 +84,14 @@ check: lint type test ## what to run before a commit
 table: $(VENV)/.installed-test ## rewrite the README's table of models from the registry
 	$(PY) -m soft_models --update README.md
 
-compare: $(VENV)/.installed-plots ## every attention in one body: speed and memory (15 minutes; run nothing else)
-	$(PY) -m benchmarks.attention --output benchmarks/results/attention
+compare: $(VENV)/.installed-plots ## every attention in one body: speed and memory (8 minutes; run nothing else)
+	$(PY) -m benchmarks.attention
 
 compare-accuracy: $(VENV)/.installed-plots $(VENV)/.installed-demo ## the same on the digits, three seeds each (75 minutes)
-	$(PY) -m benchmarks.attention --accuracy --output benchmarks/results/attention
+	$(PY) -m benchmarks.attention --accuracy
 
-bench: $(VENV)/.installed-test ## speed and memory against timm's models (about 10 minutes; run nothing else)
-	$(PY) -m benchmarks.speed --output benchmarks/results/speed.md
+bench: $(VENV)/.installed-test ## speed and memory against timm's models (15 minutes; run nothing else)
+	$(PY) -m benchmarks.speed
 
 clean: ## remove caches and build leftovers; data, runs and the environment stay
 	rm -rf build dist *.egg-info .cache .mypy_cache .pytest_cache .ruff_cache

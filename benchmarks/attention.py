@@ -23,7 +23,7 @@ import torch
 
 from benchmarks import accuracy, plots
 from benchmarks.cells import Block, Samples, run_blocks
-from benchmarks.measure import Step, default_device, heading, machine, model_step, peak_memory
+from benchmarks.measure import Step, default_device, heading, machine, model_step, peak_memory, versions
 from benchmarks.plan import EXPLICIT, HEADS, LAYERS, MODELS, PEERS, QUICK, WIDTH, Plan, memory_cell
 from benchmarks.report import report
 from soft_models.attention import create_attention
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     plots.require_matplotlib()
     torch.set_num_threads(args.threads)
     plan = QUICK if args.quick else Plan(images=64 if default_device().type == "cuda" else 8)
-    settings = {"machine": machine(), "threads": args.threads, "plan": asdict(plan)}
+    settings = {"versions": versions(), "machine": machine(), "threads": args.threads, "plan": asdict(plan)}
     samples = Samples(args.output / "samples.jsonl", settings, heading(args.threads), args.fresh and not args.accuracy)
     code = 0
     if args.accuracy:

@@ -161,5 +161,8 @@ def machine() -> str:
 
 def heading(threads: int, what: str = "float32, channels-last") -> str:
     """Date, machine and versions of a run, for the head of its table."""
-    versions = f"torch {torch.__version__}, timm {timm.__version__}, soft_models {soft_models.__version__}"
-    return f"{date.today()}, {machine()}, {threads} threads, {what}, {versions}"
+    return f"{date.today()}, {machine()}, {threads} threads, {what}, {versions()}"
+
+
+def versions() -> str:
+    return f"torch {torch.__version__}, timm {timm.__version__}, soft_models {soft_models.__version__}"

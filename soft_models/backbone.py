@@ -251,7 +251,7 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
 def check_lengths(count: int = 4, **per_stage: Any) -> None:
     """Refuse tuples that do not have one entry for each of ``count`` stages."""
     for name, values in per_stage.items():
-        if len(values) != count:
+        if not isinstance(values, tuple | list) or len(values) != count:
             raise ValueError(f"{name} needs {count} entries, one per stage, got {values}")
 
 

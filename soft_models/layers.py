@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ __all__ = [
     "head_width",
     "init_weights",
     "is_exporting",
+    "is_open",
     "merge_heads",
     "pool_map",
     "split_heads",
@@ -247,6 +248,8 @@ class Block(nn.Module):
         ``(B, N, C)`` in and out.
     """
 
+    MLP: ClassVar[type[nn.Module]] = ChunkedMlp
+
     def __init__(
         self,
         attn: nn.Module,
@@ -264,7 +267,7 @@ class Block(nn.Module):
         self.norm1 = norm_layer(dim, **dd)
         self.attn = attn
         self.norm2 = norm_layer(dim, **dd)
-        self.mlp = ChunkedMlp(dim, int(dim * mlp_ratio), act_layer=act_layer, drop=proj_drop, **dd)
+        self.mlp = self.MLP(dim, int(dim * mlp_ratio), act_layer=act_layer, drop=proj_drop, **dd)
         self.drop_path = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:

@@ -120,9 +120,11 @@ def attention_maps(
         block: Block of each stage, from 0, or negative to count from its end; -1 in a plain ViT.
 
     Raises:
-        UsageError: The model is none of ours, or a point, stage or block does not exist.
+        UsageError: The model is none of ours, there is more than one image, or a point, stage or block does not exist.
     """
     layers = attention_layers(model)
+    if len(image) != 1:
+        raise UsageError(f"attention maps are of one image, got {len(image)}; pass image[:1]")
     check_points(points, (image.shape[-1], image.shape[-2]))
     found: dict[int, AttentionMap] = {}
     hooks, was_training = [], model.training

@@ -11,6 +11,7 @@ from timm.models._features import feature_take_indices  # private: timm has no p
 from torch import Tensor, nn
 
 from soft_models.attention import create_attention
+from soft_models.backbone import check_choice
 from soft_models.layers import Block
 
 __all__ = ["MapVisionTransformer"]
@@ -106,7 +107,7 @@ class MapVisionTransformer(VisionTransformer):
             patch_size=patch_size,
             in_chans=in_chans,
             num_classes=num_classes,
-            global_pool=check_pool(global_pool),
+            global_pool=check_choice("global_pool", global_pool, POOLS),
             embed_dim=embed_dim,
             depth=depth,
             num_heads=num_heads,
@@ -133,7 +134,7 @@ class MapVisionTransformer(VisionTransformer):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """New head of ``num_classes`` classes, 0 for none; ``global_pool=None`` keeps the pooling."""
         if global_pool is not None:
-            check_pool(global_pool)
+            check_choice("global_pool", global_pool, POOLS)
         super().reset_classifier(num_classes, global_pool)
 
     def embed(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
@@ -212,9 +213,3 @@ class MapVisionTransformer(VisionTransformer):
             final = {} if intermediates_only else {"image_features": self.norm(x)}
             return {"image_intermediates": outputs, **final}
         return outputs if intermediates_only else (self.norm(x), outputs)
-
-
-def check_pool(global_pool: str) -> str:
-    if global_pool not in POOLS:
-        raise ValueError(f"unknown global_pool {global_pool!r}; choose one of {POOLS}")
-    return global_pool

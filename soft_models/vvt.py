@@ -1,18 +1,17 @@
 """Vicinity Vision Transformer: a four-stage pyramid of vicinity attention and depthwise-convolution MLPs."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from timm.layers import DropPath, calculate_drop_path_rates, get_act_layer
+from timm.layers import calculate_drop_path_rates
 from timm.models import checkpoint
 from torch import Tensor, nn
 
 from soft_models.attention import create_attention
-from soft_models.backbone import PyramidBackbone, check_lengths, resolve_norm
+from soft_models.backbone import PyramidBackbone, check_lengths, resolve_act, resolve_norm
 from soft_models.checkpoints import checkpoint_filter_fn
-from soft_models.layers import init_weights, tokens_to_map
+from soft_models.layers import Block, init_weights, tokens_to_map
 
 __all__ = ["VicinityVisionTransformer", "checkpoint_filter_fn"]  # timm's tests look for the filter here
 
@@ -77,32 +76,10 @@ class ConvMlp(nn.Module):
         return self.drop(self.fc2(self.drop(x)))
 
 
-class VicinityBlock(nn.Module):
-    """Pre-norm block whose attention and MLP both see the map.
+class VicinityBlock(Block):
+    """Pre-norm block whose MLP sees the map as well, see :class:`~soft_models.layers.Block`."""
 
-    Shape:
-        ``(B, H * W, C)`` in and out.
-    """
-
-    def __init__(
-        self,
-        attn: nn.Module,
-        dim: int,
-        mlp_ratio: float,
-        norm_layer: Callable[..., nn.Module],
-        act_layer: type[nn.Module],
-        proj_drop: float = 0.0,
-        drop_path: float = 0.0,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        dd: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.norm1 = norm_layer(dim, **dd)
-        self.attn = attn
-        self.norm2 = norm_layer(dim, **dd)
-        self.mlp = ConvMlp(dim, int(dim * mlp_ratio), act_layer, proj_drop, **dd)
-        self.drop_path = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
+    MLP = ConvMlp
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         x = x + self.drop_path(self.attn(self.norm1(x), feat_size))
@@ -193,7 +170,7 @@ class VicinityVisionTransformer(PyramidBackbone):
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         check_lengths(embed_dims=embed_dims, depths=depths, num_heads=num_heads, mlp_ratios=mlp_ratios)
         norm = resolve_norm(norm_layer, eps=1e-6)
-        act = get_act_layer(act_layer)
+        act = resolve_act(act_layer)
         attn_kwargs = {
             "feature_reduction": feature_reduction,
             "gate_reduction": gate_reduction,

@@ -1,10 +1,14 @@
 """What users' checkpoints depend on, recorded: names and shapes of the weights, and logits of weights that follow from
-the names. ``python tests/golden.py`` writes ``data/golden/`` anew.
+the names.
 
-A change here orphans checkpoints: it needs a way for old ones to load (``soft_models/checkpoints/renames.py``).
+    python tests/golden.py                 record what has no record yet
+    python tests/golden.py soft_tiny ...   record these anew
+
+A change in a record orphans checkpoints: it needs a way for old ones to load (``soft_models/checkpoints``).
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +42,6 @@ def recorded(name: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    for name in NAMES:
+    for name in sys.argv[1:] or [name for name in NAMES if not (FOLDER / f"{name}.json").exists()]:
         text = json.dumps(record(name)).replace('], "', '],\n"')
         (FOLDER / f"{name}.json").write_text(text + "\n", encoding="utf-8")

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -209,10 +210,35 @@ def test_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_wheel_works_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
+def test_distributions_build_clean_and_pass_twine(tmp_path: Path) -> None:
+    pytest.importorskip("build")
+    pytest.importorskip("twine")
+    for file in repository_files():
+        copy = tmp_path / "source" / file.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, copy)
+    python("-m", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"), cwd=tmp_path / "source")
+    built = sorted((tmp_path / "dist").iterdir())
+    assert [file.suffix for file in built] == [".whl", ".gz"]
+    python("-m", "twine", "check", "--strict", *map(str, built))
+    with tarfile.open(built[1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "setup.cfg", "soft_models/py.typed"} <= names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("timm_version", ["installed", "lowest", "newest"])
+def test_wheel_works_in_an_environment_of_its_own(
+    timm_version: str, wheel: Path, config: configparser.ConfigParser, tmp_path: Path
+) -> None:
     python("-m", "venv", str(tmp_path / "venv"))
     own = tmp_path / "venv" / "bin"
     subprocess.run([own / "pip", "install", *QUIET_PIP, wheel], check=True, cwd=tmp_path)
+    if timm_version != "installed":
+        (floor,) = (line for line in lines(config["options"]["install_requires"]) if line.startswith("timm"))
+        wanted = floor.replace(">=", "==") if timm_version == "lowest" else "timm"
+        if subprocess.run([own / "pip", "install", "--quiet", "--no-deps", wanted]).returncode:
+            pytest.skip(f"{wanted} cannot be downloaded")
     # The dependencies are those of this environment, by a path file: they are gigabytes, and not what is tested.
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     (site / "zz-dependencies.pth").write_text(str(Path(timm.__file__).parent.parent), encoding="utf-8")

@@ -217,6 +217,17 @@ def test_prefix_tokens_are_queries_and_keys_but_no_landmarks() -> None:
     assert attn.landmarks(q[:, 1:], (3, 4)).shape == (2, 2, 4, 4)
 
 
+def test_local_convolution_sees_the_pixels_alone() -> None:
+    attn = SoftAttention(8, num_heads=2, landmark_grid=2, local_kernel=3)
+    plain = SoftAttention(8, num_heads=2, landmark_grid=2)
+    plain.load_state_dict({key: value for key, value in attn.state_dict().items() if key != "local.weight"})
+    x = torch.randn(2, 1 + 12, 8)
+    added = attn(x, (3, 4)) - plain(x, (3, 4))
+    local = attn.local(attn.v(x[:, 1:]), (3, 4)) @ attn.proj.weight.T
+    assert_close(added[:, 1:], local)
+    assert_close(added[:, 0], torch.zeros(2, 8))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

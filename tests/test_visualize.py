@@ -63,6 +63,11 @@ def test_maps_are_the_rows_of_the_full_matrix_at_the_query(name: str) -> None:
             assert_close(on_prefix, expected[:, :prefix])
 
 
+def test_maps_are_of_one_image() -> None:
+    with pytest.raises(UsageError, match=r"attention maps are of one image, got 2; pass image\[:1\]"):
+        attention_maps(timm.create_model("soft_tiny"), torch.randn(2, 3, 64, 64), [(3, 3)])
+
+
 def test_class_token_is_apart_from_the_pixels() -> None:
     maps = attention_maps(timm.create_model("soft_tiny"), torch.randn(1, 3, 64, 64), [(3, 3)])
     assert [found.prefix.shape[-1] for found in maps] == [0, 0, 0, 1]

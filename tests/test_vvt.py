@@ -151,6 +151,10 @@ def test_pruning_ends_at_the_last_kept_stage() -> None:
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="unknown act_layer 'gleu'; choose a name of timm's"):
+        VicinityVisionTransformer(act_layer="gleu")
+    with pytest.raises(ValueError, match="num_heads needs 4 entries, one per stage, got 4"):
+        VicinityVisionTransformer(num_heads=4)
     with pytest.raises(ValueError, match=r"depths needs 4 entries, one per stage, got \(1, 2\)"):
         VicinityVisionTransformer(depths=(1, 2))
     with pytest.raises(ValueError, match="unknown global_pool 'token'; choose one of"):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from soft_models.layers import autocast_off, head_width, merge_heads, split_heads
+from soft_models.layers import autocast_off, head_width, is_open, merge_heads, split_heads
 
 __all__ = [
     "Cosformer2dAttention",
@@ -118,8 +118,7 @@ def factor_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def few_tokens(n: int, n_k: int, width: int) -> bool:
     """Whether the ``n * n_k`` weights take fewer multiplications than features of ``width`` do."""
     if not torch.jit.is_scripting():  # alone, or TorchScript would compile the body
-        # A size that an exported graph leaves open, a SymInt, must not decide anything.
-        if type(n) is not int or type(n_k) is not int:
+        if is_open(n) or is_open(n_k):  # such a size must not decide anything
             return False
     return 2 * n * n_k < (n + n_k) * width
 

@@ -374,7 +374,7 @@ class SoftAttention(nn.Module):
                 out = self.attend(q, v, landmarks)
         out = out.transpose(1, 2).to(v.dtype, memory_format=torch.contiguous_format).flatten(2)
         if self.local is not None:
-            out = out + self.local(v, feat_size)
+            out = out + F.pad(self.local(v[:, first_pixel:], feat_size), (0, 0, first_pixel, 0))
         return self.proj_drop(self.proj(out))
 
     def attend(self, q: Tensor, v: Tensor, landmarks: Tensor) -> Tensor:

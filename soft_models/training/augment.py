@@ -20,7 +20,6 @@ class BatchTransform:
     Args:
         device: Where the model is.
         data_config: Its ``mean``, ``std`` and ``input_size`` are read.
-        dtype: Of the images that result.
         channels_last: Memory format of the images that result.
         mixup: Applied after normalising, with which it commutes.
         erasing: Applied last.
@@ -30,12 +29,11 @@ class BatchTransform:
         self,
         device: torch.device,
         data_config: dict[str, Any],
-        dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
         mixup: Mixup | None = None,
         erasing: RandomErasing | None = None,
     ) -> None:
-        self.device, self.dtype = device, dtype
+        self.device = device
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.mixup, self.erasing = mixup, erasing
         self.mean, self.std = (
@@ -52,7 +50,7 @@ class BatchTransform:
             images, targets = self.mixup(images[:even], targets[:even])
         if self.erasing is not None:
             images = self.erasing(images)
-        return images.to(self.dtype, memory_format=self.memory_format), targets
+        return images.to(memory_format=self.memory_format), targets
 
 
 def build_mixup(cfg: TrainConfig, num_classes: int) -> Mixup | None:

@@ -192,6 +192,11 @@ class TrainConfig(DataConfig):
     eval_metric: str = "top1"  # top1, top5 or loss: what ranks checkpoints
     skip_nonfinite: int = 0  # non-finite updates in a row that are left out before the run stops
 
+    @property
+    def decreasing_metric(self) -> bool:
+        """Whether a lower metric is better."""
+        return self.eval_metric == "loss" or not self.val_split
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedConfig(ModelConfig):

@@ -125,8 +125,6 @@ def check_batch_size(length: int, batch_size: int, world_size: int, split: str) 
         UsageError: Fewer images per process than a batch.
     """
     share = length // world_size
-    if batch_size < 1:
-        raise UsageError(f"--batch-size must be at least 1, got {batch_size}")
     if share < batch_size:
         per_rank = f", {share} for each of {world_size} processes" if world_size > 1 else ""
         raise UsageError(

@@ -3,7 +3,6 @@
 import logging
 import math
 import warnings
-from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -140,7 +139,7 @@ def build_learner(cfg: TrainConfig, model: nn.Module, mixes: bool, runtime: Runt
     if cfg.sync_bn and runtime.world_size > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     try:
-        optimizer = create_optimizer_v2(model, **optimizer_kwargs(cfg=_with_rate(cfg, runtime)), **cfg.opt_kwargs)
+        optimizer = create_optimizer_v2(model, **optimizer_kwargs(cfg=cfg), **cfg.opt_kwargs)
     except (TypeError, ValueError, AssertionError) as error:
         raise UsageError(f"cannot create optimizer {cfg.opt}: {error}") from error
     scheduler, num_epochs = _build_scheduler(cfg, optimizer, updates_per_epoch)
@@ -175,15 +174,10 @@ def global_rate(cfg: TrainConfig, world_size: int) -> float:
     return cfg.lr_base * (math.sqrt(ratio) if by_root else ratio)
 
 
-def _with_rate(cfg: TrainConfig, runtime: Runtime) -> Any:
-    return Namespace(**{**vars(cfg), "lr": global_rate(cfg, runtime.world_size)})
-
-
 def _build_scheduler(
     cfg: TrainConfig, optimizer: torch.optim.Optimizer, updates_per_epoch: int
 ) -> tuple[Scheduler | None, int]:
-    decreasing = cfg.eval_metric == "loss" or not cfg.val_split
-    options = scheduler_kwargs(cfg, decreasing_metric=decreasing)
+    options = scheduler_kwargs(cfg, decreasing_metric=cfg.decreasing_metric)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # plateau forgets its state in timm; ours is in the checkpoint
         try:

@@ -68,10 +68,10 @@ def spatial_size(cfg: ModelConfig) -> tuple[int, int] | None:
     return (cfg.img_size, cfg.img_size) if cfg.img_size else None
 
 
-def model_arguments(cfg: ModelConfig, num_classes: int | None) -> dict[str, Any]:
+def model_arguments(cfg: ModelConfig) -> dict[str, Any]:
     """What ``timm.create_model`` takes to build the architecture; enough to build it again from a checkpoint."""
     arguments = {
-        "num_classes": num_classes,
+        "num_classes": cfg.num_classes,
         "in_chans": cfg.input_size[0] if cfg.input_size else cfg.in_chans,
         "global_pool": cfg.gp,
         **cfg.model_kwargs,
@@ -94,13 +94,13 @@ def create_model(name: str, arguments: Mapping[str, Any], **more: Any) -> Any:
         raise UsageError(f"cannot create {name}: {' '.join(str(error).split())}") from error
 
 
-def build_train_model(cfg: TrainConfig, num_classes: int | None) -> Any:
+def build_train_model(cfg: TrainConfig) -> Any:
     """The model to train, with the weights that it starts from.
 
     Raises:
         UsageError: The model or its weights are not as asked for.
     """
-    arguments = model_arguments(cfg, num_classes)
+    arguments = model_arguments(cfg)
     rates = {"drop_rate": cfg.drop, "drop_path_rate": cfg.drop_path, "drop_block_rate": cfg.drop_block}
     model: Any
     if cfg.pretrained_path:

@@ -27,11 +27,6 @@ class Plan:
     val: Split | None
     resume: tuple[Path, Checkpoint] | None
 
-    @property
-    def decreasing(self) -> bool:
-        """Whether a lower metric is better."""
-        return self.val is None or self.cfg.eval_metric == "loss"
-
 
 def make_plan(cfg: TrainConfig, runtime: Runtime) -> Plan:
     """Check the configuration against names, data and checkpoint.

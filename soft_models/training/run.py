@@ -63,7 +63,7 @@ def build_run(plan: Plan, model: nn.Module, folder: Path, stop: StopRequest) -> 
     transform = build_train_transform(cfg, device, data_config, int(getattr(model, "num_classes", 0)))
     updates_per_epoch = -(-len(batches) // cfg.grad_accum_steps)
     learner = build_learner(cfg, model, transform.mixup is not None, runtime, updates_per_epoch)
-    saver = CheckpointSaver(folder, plan.decreasing, cfg.checkpoint_hist)
+    saver = CheckpointSaver(folder, cfg.decreasing_metric, cfg.checkpoint_hist)
     position = Position(epoch=cfg.start_epoch or 0, updates=(cfg.start_epoch or 0) * updates_per_epoch)
     if plan.resume:
         path, checkpoint = plan.resume
@@ -82,7 +82,7 @@ def build_run(plan: Plan, model: nn.Module, folder: Path, stop: StopRequest) -> 
         "classes": list(plan.train.classes) if plan.train.classes else None,
         "data_config": {key: list(value) if isinstance(value, tuple) else value for key, value in data_config.items()},
         "input_img_mode": mode,
-        "model_args": model_arguments(cfg, cfg.num_classes),
+        "model_args": model_arguments(cfg),
         "ranked": "state_dict_ema" if cfg.model_ema else "state_dict",
         "metrics": {},
         "versions": {"torch": str(torch.__version__), "timm": str(timm.__version__)},

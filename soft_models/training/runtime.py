@@ -30,7 +30,6 @@ class Runtime:
     device: torch.device
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
 
     @property
     def is_primary(self) -> bool:
@@ -61,11 +60,6 @@ class Runtime:
         if self.world_size > 1:
             dist.all_gather_object(values, value)
         return values
-
-    def barrier(self) -> None:
-        """Wait for the other processes."""
-        if self.world_size > 1:
-            dist.barrier()
 
 
 def choose_device(name: str) -> str:
@@ -101,7 +95,7 @@ def running(cfg: ModelConfig) -> Iterator[Runtime]:
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True
     try:
-        yield Runtime(device, info.rank, info.world_size, info.local_rank)
+        yield Runtime(device, info.rank, info.world_size)
     finally:
         if info.distributed and dist.is_initialized():
             dist.destroy_process_group()

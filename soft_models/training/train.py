@@ -68,7 +68,7 @@ def build_model(plan: Plan) -> nn.Module:
     if plan.resume:
         cfg = replace(cfg, pretrained=False, pretrained_path="", initial_checkpoint="")
     seed_all(derive_seed(cfg.seed, "model"))
-    model = build_train_model(cfg, cfg.num_classes)
+    model = build_train_model(cfg)
     check_input(model, input_config(cfg, model)["input_size"])
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     _logger.info("%s: %.2fM parameters, on %s", cfg.model, millions, plan.runtime.device)

@@ -80,10 +80,10 @@ def build_model(cfg: TrainedConfig, stored: Stored) -> Any:
         UsageError: The weights do not fit the model.
     """
     if stored.weights is None:
-        return create_model(cfg.model, model_arguments(cfg, cfg.num_classes), pretrained=True)
+        return create_model(cfg.model, model_arguments(cfg), pretrained=True)
     in_chans = cfg.input_size[0] if cfg.input_size else cfg.in_chans
     own = replace(cfg, img_size=None, input_size=None, in_chans=in_chans)
-    arguments = {**(stored.arguments or {}), **model_arguments(own, cfg.num_classes)}
+    arguments = {**(stored.arguments or {}), **model_arguments(own)}
     model = create_model(cfg.model, arguments)
     load_exactly(model, stored.weights, cfg.checkpoint, advice="--num-classes or --in-chans are not the checkpoint's")
     _logger.info("%s: weights %s of %s", cfg.model, stored.key or "of the file", cfg.checkpoint)
