@@ -81,8 +81,8 @@ type: $(VENV)/.installed-dev ## mypy
 
 check: lint type test ## what to run before a commit
 
-table: $(VENV)/.installed-test ## rewrite the README's table of models from the registry
-	$(PY) -m soft_models --update README.md
+table: $(VENV)/.installed-test ## rewrite docs/models.md from the registry
+	$(PY) -m soft_models --update docs/models.md
 
 compare: $(VENV)/.installed-plots ## every attention in one body: speed and memory (8 minutes; run nothing else)
 	$(PY) -m benchmarks.attention

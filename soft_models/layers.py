@@ -10,7 +10,6 @@ from timm.layers import (
     DropPath,
     Mlp,
     register_notrace_function,
-    register_notrace_module,
     resample_abs_pos_embed_nhwc,
     trunc_normal_,
 )
@@ -33,6 +32,7 @@ __all__ = [
     "init_weights",
     "is_exporting",
     "is_open",
+    "is_traced",
     "merge_heads",
     "pool_map",
     "split_heads",
@@ -80,7 +80,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def tokens_to_map(x: Tensor, feat_size: tuple[int, int]) -> Tensor:
-    """``(B, H * W, C)`` to ``(B, C, H, W)``, a view in channels-last memory."""
+    """``(B, H * W, C)`` to ``(B, C, H, W)``; of contiguous tokens a view, in channels-last memory."""
     B, _, C = x.shape
     # Not transposed and then reshaped: that gives a batch of one strides which torch does not take for channels-last.
     return x.reshape(B, feat_size[0], feat_size[1], C).permute(0, 3, 1, 2)
@@ -158,11 +158,14 @@ def check_images(x: Tensor, minimum: int = MIN_SIZE) -> Tensor:
     turn to tokens and back without a copy.
 
     Raises:
-        ValueError: A side has fewer than ``minimum`` pixels.
+        ValueError: It is no batch, or a side has fewer than ``minimum`` pixels.
     """
+    if x.ndim != 4:
+        raise ValueError(f"images must be a batch (B, C, H, W), got {x.ndim} dimensions")
     if x.shape[-2] < minimum or x.shape[-1] < minimum:
         raise ValueError(f"images must be at least {minimum} x {minimum} pixels, got {x.shape[-2]} x {x.shape[-1]}")
-    return x.to(memory_format=torch.channels_last) if x.device.type == "cpu" else x
+    # Not by memory_format, which vmap does not take.
+    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if x.device.type == "cpu" else x
 
 
 @register_notrace_function
@@ -203,33 +206,48 @@ class ConvBNReLU(nn.Sequential):
             self[0], self[1] = fuse_conv_bn_eval(conv, norm), nn.Identity()
 
 
+def is_traced() -> bool:
+    """Whether ``torch.jit.trace`` is at work: its graph may later run under an autocast that it does not switch off."""
+    return bool(torch.jit.is_tracing() and not torch.onnx.is_in_onnx_export())
+
+
 def is_exporting() -> bool:
-    """Whether ``torch.export``, or the ONNX exporter by way of it, is at work."""
-    return getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()  # torch 2.6 has the second only
+    """Whether ``torch.export`` or one of the ONNX exporters is at work."""
+    exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # torch 2.6 has the second only
+    return bool(exporting() or torch.onnx.is_in_onnx_export())
 
 
 HIDDEN_ELEMENTS = 2**20  # of an MLP's hidden activations, which a CPU's cache holds with room for their neighbours
 
 
-@register_notrace_module
 class ChunkedMlp(Mlp):
-    """timm's two-layer MLP over tokens ``(B, N, C)``, on a CPU in pieces where no gradient is recorded.
+    """timm's two-layer MLP over tokens ``(B, N, C)``, in evaluation on a CPU in pieces.
 
-    Hidden activations then stay in the cache, and memory for them is not fetched from the system anew each time.
-    Graphs that are traced, exported or compiled hold the whole.
+    Hidden activations then stay in the cache, and memory for them is not fetched from the system anew each time. It is
+    computed whole where gradients are recorded, in training, in graphs, and where hooks look inside.
     """
+
+    def __init__(self, in_features: int, hidden_features: int, **kwargs: Any) -> None:
+        super().__init__(in_features, hidden_features, **kwargs)
+        self.rows = max(HIDDEN_ELEMENTS // hidden_features, 1)  # tokens in a piece
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.jit.is_scripting():
-            rows = max(HIDDEN_ELEMENTS // self.fc1.out_features, 1)
-            eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
-            if eager and x.device.type == "cpu" and not torch.is_grad_enabled() and x.shape[0] * x.shape[1] > rows:
-                return torch.cat([self.compute(part) for part in x.flatten(0, 1).split(rows)]).view(x.shape)
+            if self.takes_pieces(x):
+                return torch.cat([self.compute(part) for part in x.flatten(0, 1).split(self.rows)]).view(x.shape)
         return self.compute(x)
 
     def compute(self, x: Tensor) -> Tensor:
         x = self.norm(self.drop1(self.act(self.fc1(x))))
         return self.drop2(self.fc2(x))
+
+    @torch.jit.ignore
+    def takes_pieces(self, x: Tensor) -> bool:
+        if not isinstance(x, Tensor) or x.device.type != "cpu" or x.shape[0] * x.shape[1] <= self.rows:
+            return False
+        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return False
+        return not any(module._forward_hooks or module._forward_pre_hooks for module in self.children())
 
 
 class Block(nn.Module):

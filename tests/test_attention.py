@@ -142,7 +142,7 @@ def test_projection_dropout_acts_in_training_only(name: str) -> None:
     [
         ({"inverse": "newtno"}, "unknown inverse 'newtno'; choose 'newton' or 'solve'"),
         ({"inverse": "newton", "newton_iters": 1}, "newton_iters must be at least 2, got 1"),
-        ({"newton_iters": 9}, "inverse='solve' takes no Newton steps, got newton_iters=9"),
+        ({"newton_iters": 9}, "newton_iters=9 is read by inverse='newton' only: set that as well"),
         ({"local_kernel": 4}, "local_kernel must be odd, or 0 for none, got 4"),
         ({"local_kernel": -3}, "local_kernel must be odd, or 0 for none, got -3"),
         ({"landmarks": "max"}, "unknown landmarks 'max'; choose 'avg' or 'conv'"),

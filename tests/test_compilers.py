@@ -4,10 +4,12 @@ import copy
 import io
 import operator
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from contract import (
+    HALF_ERROR,
     SIZE,
     close,
     few_newton_steps,
@@ -15,6 +17,7 @@ from contract import (
     images,
     loss_of,
     over_families,
+    relative_error,
     small,
 )
 from torch._dynamo.testing import CompileCounter
@@ -91,3 +94,29 @@ def test_traced_model_gives_equal_logits(name: str) -> None:
         traced = torch.jit.trace(model, images(), check_trace=False)
         x = 0.5 * images().flip(0)
         close(traced(x), model(x), "logits", rtol=1e-5)
+
+
+@over_families
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_torchscript_under_autocast_stays_near_float32(name: str, how: str) -> None:
+    model = few_newton_steps(small(name)) if how == "trace" else small(name)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        graph = torch.jit.script(model) if how == "script" else torch.jit.trace(model, images(), check_trace=False)
+        for _ in range(3):  # the first calls may run another graph than the later ones
+            with torch.autocast("cpu", torch.bfloat16):
+                found = graph(images())
+            assert relative_error(found, model(images())) < HALF_ERROR
+
+
+def test_older_onnx_exporter_writes_the_model(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model, file = small("soft_tiny"), tmp_path / "model.onnx"
+    x = images(1, (224, 224))  # it pools only maps that the grid of landmarks divides
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(model, (x,), str(file), dynamo=False, opset_version=17)
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    with torch.no_grad():
+        close(torch.from_numpy(found), model(x), "logits", rtol=1e-4)

@@ -87,7 +87,7 @@ def test_pyramid_options_take_any_size(options: dict[str, Any], size: tuple[int,
         ({"sr_ratios": (8, 0, 2, 1)}, "sr_ratio must be at least 1, got 0"),
         ({"local_kernels": (9, 4, 3)}, "local_kernel must be odd, or 0 for none, got 4"),
         ({"newton_iters": 1}, "newton_iters must be at least 2, got 1"),
-        ({"newton_iters": 9}, "inverse='solve' takes no Newton steps, got newton_iters=9"),
+        ({"newton_iters": 9}, "newton_iters=9 is read by inverse='newton' only: set that as well"),
         ({"act_layer": "gleu"}, "unknown act_layer 'gleu'; choose a name of timm's, such as 'gelu'"),
         ({"inverse": "sovle"}, "unknown inverse 'sovle'; choose 'newton' or 'solve'"),
         (

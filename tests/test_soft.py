@@ -123,11 +123,18 @@ def test_solve_is_the_inverse_for_any_kernel(case: str, exporting: bool, monkeyp
     assert (found - exact).norm() / exact.norm() < 3e-4
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0])
 def test_solve_hides_no_broken_kernel(value: float) -> None:
-    kernel = add_ridge(kernel_of(1.0))
-    kernel[..., 3, 3] = value
-    assert not solve_spd(kernel, torch.randn(1, 1, 49, 32)).isfinite().all()
+    kernels = add_ridge(kernel_of(1.0, batch=2))
+    kernels[1, :, 3] = kernels[1, :, :, 3] = value
+    found = solve_spd(kernels, torch.randn(2, 1, 49, 32))
+    assert found[0].isfinite().all() and not found[1].isfinite().any()
+
+
+def test_exported_solve_has_converged_with_many_landmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soft, "is_exporting", lambda: True)
+    kernel, x = add_ridge(torch.ones(1, 1, 400, 400, dtype=torch.float64)), torch.randn(1, 1, 400, 2).double()
+    assert_close(solve_spd(kernel, x, gradient_steps=0), torch.linalg.solve(kernel, x), rtol=1e-5, atol=1e-5)
 
 
 def test_halved_scale_equals_the_released_loop_and_ignores_batch_mates() -> None:

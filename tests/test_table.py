@@ -1,4 +1,4 @@
-"""The list of models: counted, in the README as it is in the code."""
+"""The list of models: counted, in its page as it is in the code."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,8 @@ from zoo import family_names, registered_names
 
 from soft_models import __main__ as zoo
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+MODELS = ROOT / "docs" / "models.md"
 
 
 @pytest.fixture(scope="module")
@@ -16,26 +17,26 @@ def rows() -> list[zoo.Row]:
     return [zoo.describe(name) for name in family_names()]
 
 
-def readme_rows() -> list[str]:
-    """Lines of the README's table, without its head."""
+def page_rows() -> list[str]:
+    """Lines of the page's table, without its head."""
     start, end = zoo.MARKERS
-    text = README.read_text(encoding="utf-8")
+    text = MODELS.read_text(encoding="utf-8")
     return text.partition(start)[2].partition(end)[0].strip().splitlines()[2:]
 
 
-def test_readme_lists_every_model() -> None:
-    names = [line.split("`")[1] for line in readme_rows()]
+def test_page_lists_every_model() -> None:
+    names = [line.split("`")[1] for line in page_rows()]
     assert names == registered_names(), "the table is stale: run `make table`"
 
 
-def test_readme_holds_the_counts_of_each_family(rows: list[zoo.Row]) -> None:
-    missing = [line for line in zoo.markdown(rows).splitlines()[2:] if line not in readme_rows()]
+def test_page_holds_the_counts_of_each_family(rows: list[zoo.Row]) -> None:
+    missing = [line for line in zoo.markdown(rows).splitlines()[2:] if line not in page_rows()]
     assert not missing, "the table is stale: run `make table`"
 
 
 @pytest.mark.slow
-def test_readme_holds_the_table_of_the_code() -> None:
-    text = README.read_text(encoding="utf-8")
+def test_page_holds_the_table_of_the_code() -> None:
+    text = MODELS.read_text(encoding="utf-8")
     table = zoo.markdown([zoo.describe(name) for name in registered_names()])
     assert zoo.replace_table(text, table) == text, "the table is stale: run `make table`"
 
@@ -83,10 +84,9 @@ def test_update_rewrites_between_the_markers_only(
 
 
 def test_comparison_is_that_of_the_run() -> None:
-    shown = (
-        README.read_text(encoding="utf-8").partition("<!-- comparison")[2].partition("<!-- end of comparison -->")[0]
-    )
-    results = (README.parent / "benchmarks" / "results" / "attention" / "attention.md").read_text(encoding="utf-8")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = text.partition("<!-- comparison")[2].partition("<!-- end of comparison -->")[0]
+    results = (ROOT / "benchmarks" / "results" / "attention" / "attention.md").read_text(encoding="utf-8")
     rows = [cells(line) for line in shown.splitlines() if line.startswith("| `")]
     assert len(rows) == 12
     for name, *values in rows:

@@ -1,5 +1,6 @@
 """SOFT: softmax-free attention with linear complexity, and its normalised form."""
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from soft_models.layers import (
     check_grid,
     head_width,
     is_exporting,
+    is_traced,
     pool_map,
     split_heads,
     tokens_to_map,
@@ -34,8 +36,8 @@ RIDGE = 0.01  # added to the diagonal of the landmark kernel by the official cod
 MIN_EXPONENT = -87.0  # exp of anything below is a float32 denormal, which CPUs multiply slowly
 GRADIENT_STEPS = 2  # steps that carry the gradient of an inverse
 # From the start 1.8 A / |A|_1^2 the error of an eigenvalue e is (1 - 1.8 e^2 / |A|_1^2)^(2^steps): with the ridge alone
-# as the smallest eigenvalue and 49 landmarks, 1e-7 after 28 steps.
-EXPORT_STEPS = 30
+# as the smallest eigenvalue, 1e-7 after 28 steps with 49 landmarks and after 37 with 1,024.
+EXPORT_STEPS = 38
 MAX_HALVINGS = 10  # of the Newton start scale in the normalised form, as released
 
 
@@ -163,12 +165,12 @@ def solve_spd(matrix: Tensor, x: Tensor, gradient_steps: int = GRADIENT_STEPS) -
     the closed form, right to second order as well.
 
     Args:
-        matrix: A, ``(..., M, M)``; that it is positive definite is not checked: a kernel with its ridge always is.
+        matrix: A, ``(..., M, M)``.
         x: ``(..., M, d)``.
         gradient_steps: Steps of refinement.
 
     Returns:
-        ``(..., M, d)``; NaN where ``matrix`` holds NaN or infinity.
+        ``(..., M, d)``; NaN where ``matrix`` has no such factor, or holds NaN or infinity.
     """
     inverse = inverse_spd(matrix.detach())
     y = inverse @ x
@@ -178,7 +180,7 @@ def solve_spd(matrix: Tensor, x: Tensor, gradient_steps: int = GRADIENT_STEPS) -
 
 
 def inverse_spd(matrix: Tensor, iters: int = EXPORT_STEPS) -> Tensor:
-    """Inverse of symmetric positive definite matrices ``(..., M, M)``.
+    """Inverse of symmetric positive definite matrices ``(..., M, M)``, NaN of others.
 
     In exported programs, and on devices for which torch may lack the factorisation, by so many Newton steps that
     they have converged for any kernel with its ridge.
@@ -186,7 +188,12 @@ def inverse_spd(matrix: Tensor, iters: int = EXPORT_STEPS) -> Tensor:
     if not torch.jit.is_scripting():
         if is_exporting() or matrix.device.type not in ("cpu", "cuda", "meta"):
             return newton_schulz_pinv(matrix, ridge_scale(matrix), iters)
-    return torch.cholesky_inverse(torch.linalg.cholesky_ex(matrix)[0])
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    factor = factor.masked_fill((info != 0)[..., None, None], math.nan)
+    # By triangles, since cholesky_inverse goes through a batch one by one on GPUs.
+    eye = torch.eye(matrix.shape[-1], device=matrix.device, dtype=matrix.dtype)
+    half = torch.linalg.solve_triangular(factor, eye, upper=False)
+    return half.transpose(-2, -1) @ half
 
 
 def soft_attention(
@@ -347,7 +354,7 @@ class SoftAttention(nn.Module):
         if newton_iters < GRADIENT_STEPS:
             raise ValueError(f"newton_iters must be at least {GRADIENT_STEPS}, got {newton_iters}")
         if inverse == "solve" and newton_iters != NEWTON_STEPS:
-            raise ValueError(f"inverse='solve' takes no Newton steps, got newton_iters={newton_iters}")
+            raise ValueError(f"newton_iters={newton_iters} is read by inverse='newton' only: set that as well")
         if local_kernel < 0 or (local_kernel and local_kernel % 2 == 0):
             raise ValueError(f"local_kernel must be odd, or 0 for none, got {local_kernel}")
         self.num_heads = num_heads
@@ -359,7 +366,7 @@ class SoftAttention(nn.Module):
         self.q = nn.Linear(dim, dim, bias=qkv_bias, **dd)
         self.v = nn.Linear(dim, dim, bias=qkv_bias, **dd)
         self.landmarks = Landmarks(dim, num_heads, landmarks, sr_ratio, landmark_grid, **dd)
-        self.local = LocalConv(num_heads, local_kernel, **dd) if local_kernel else None
+        self.local = LocalConv(dim, num_heads, local_kernel, **dd) if local_kernel else None
         self.proj = nn.Linear(dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
 
@@ -368,10 +375,12 @@ class SoftAttention(nn.Module):
         first_pixel = x.shape[1] - feat_size[0] * feat_size[1]
         landmarks = self.landmarks(q[:, first_pixel:], feat_size)
         if torch.jit.is_scripting():
-            out = self.attend(q, v, landmarks)
+            # A script cannot switch autocast off, which leaves float64 alone.
+            half = q.dtype == torch.bfloat16 or q.dtype == torch.float16
+            out = self.attend(q, v, landmarks.double() if half else landmarks)
         else:
             with autocast_off(x):
-                out = self.attend(q, v, landmarks)
+                out = self.attend(q, v, landmarks.double() if is_traced() else landmarks)
         out = out.transpose(1, 2).to(v.dtype, memory_format=torch.contiguous_format).flatten(2)
         if self.local is not None:
             out = out + F.pad(self.local(v[:, first_pixel:], feat_size), (0, 0, first_pixel, 0))
@@ -379,7 +388,7 @@ class SoftAttention(nn.Module):
 
     def attend(self, q: Tensor, v: Tensor, landmarks: Tensor) -> Tensor:
         landmarks = at_least_float32(landmarks)
-        # One pass each for cast and layout; the queries are cast as the kernel centres them.
+        # In one pass with the change of layout; the queries are cast as the kernel centres them.
         v = split_heads(v, self.num_heads).to(landmarks.dtype, memory_format=torch.contiguous_format)
         q = split_heads(q, self.num_heads)
         return soft_attention(q, v, landmarks, self.normalize, self.inverse, self.newton_iters, self.scale)
@@ -401,6 +410,7 @@ class LocalConv(nn.Module):
     """Depthwise convolution of the values over the map, one kernel per head shared by the head's channels.
 
     Args:
+        dim: Token width C.
         num_heads: Heads h.
         kernel_size: Side in pixels, odd.
 
@@ -410,12 +420,14 @@ class LocalConv(nn.Module):
 
     def __init__(
         self,
+        dim: int,
         num_heads: int,
         kernel_size: int,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.dim, self.head_dim = dim, dim // num_heads
         self.weight = nn.Parameter(torch.empty(num_heads, 1, kernel_size, kernel_size, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -423,8 +435,8 @@ class LocalConv(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as nn.Conv2d
 
     def forward(self, v: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        C, kernel_size = v.shape[-1], self.weight.shape[-1]
+        pad = self.weight.shape[-1] // 2
         # As C groups of one channel, not h groups with the channels in the batch: several times faster on CPU.
-        weight = self.weight.repeat_interleave(C // self.weight.shape[0], dim=0)
-        x = F.conv2d(tokens_to_map(v, feat_size), weight, padding=(kernel_size // 2, kernel_size // 2), groups=C)
+        weight = self.weight.repeat_interleave(self.head_dim, dim=0)
+        x = F.conv2d(tokens_to_map(v, feat_size), weight, padding=(pad, pad), groups=self.dim)
         return x.flatten(2).transpose(1, 2)
