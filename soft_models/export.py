@@ -131,7 +131,7 @@ def load_model(cfg: ExportConfig) -> tuple[nn.Module, tuple[int, ...]]:
             raise UsageError("no model: name one, or give --checkpoint")
         check_model_name(cfg.model)
         _logger.warning("the weights of %s are random: no --checkpoint is given", cfg.model)
-        stored, model = Stored(), create_model(cfg.model, model_arguments(trained, cfg.num_classes))
+        stored, model = Stored(), create_model(cfg.model, model_arguments(trained))
     data_config, _ = resolve_input(trained, model, stored)
     return reparameterize_model(model.eval()), tuple(data_config["input_size"])
 

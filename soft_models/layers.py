@@ -164,8 +164,12 @@ def check_images(x: Tensor, minimum: int = MIN_SIZE) -> Tensor:
         raise ValueError(f"images must be a batch (B, C, H, W), got {x.ndim} dimensions")
     if x.shape[-2] < minimum or x.shape[-1] < minimum:
         raise ValueError(f"images must be at least {minimum} x {minimum} pixels, got {x.shape[-2]} x {x.shape[-1]}")
-    # Not by memory_format, which vmap does not take.
-    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if x.device.type == "cpu" else x
+    if x.device.type != "cpu":
+        return x
+    if not torch.jit.is_scripting():
+        if not is_graph():  # whose open sizes this would bind; but vmap takes no memory_format
+            return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    return x.to(memory_format=torch.channels_last)
 
 
 @register_notrace_function
@@ -206,6 +210,11 @@ class ConvBNReLU(nn.Sequential):
             self[0], self[1] = fuse_conv_bn_eval(conv, norm), nn.Identity()
 
 
+def is_graph() -> bool:
+    """Whether what runs is being traced, exported or compiled."""
+    return bool(torch.compiler.is_compiling() or torch.jit.is_tracing())
+
+
 def is_traced() -> bool:
     """Whether ``torch.jit.trace`` is at work: its graph may later run under an autocast that it does not switch off."""
     return bool(torch.jit.is_tracing() and not torch.onnx.is_in_onnx_export())
@@ -243,9 +252,11 @@ class ChunkedMlp(Mlp):
 
     @torch.jit.ignore
     def takes_pieces(self, x: Tensor) -> bool:
-        if not isinstance(x, Tensor) or x.device.type != "cpu" or x.shape[0] * x.shape[1] <= self.rows:
+        if (
+            self.training or torch.is_grad_enabled() or is_graph() or not isinstance(x, Tensor)
+        ):  # but a proxy of torch.fx
             return False
-        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if x.device.type != "cpu" or x.shape[0] * x.shape[1] <= self.rows:
             return False
         return not any(module._forward_hooks or module._forward_pre_hooks for module in self.children())
 
