@@ -94,5 +94,17 @@ def test_comparison_is_that_of_the_run() -> None:
         assert set(values) <= measured | {"-"}, name
 
 
+def test_speeds_are_those_of_the_run() -> None:
+    shown, results = (
+        {tuple(cells(line)[:2]) for line in text.splitlines() if line.startswith("| soft_")}
+        for text in (
+            (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- speed")[2].partition("<!-- end")[0],
+            (ROOT / "benchmarks" / "results" / "speed.md").read_text(encoding="utf-8"),
+        )
+    )
+    assert len(shown) > 10
+    assert shown <= results
+
+
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
