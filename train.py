@@ -1,7 +1,7 @@
 """Train an image classifier on a folder of images, with timm's options.
 
     python train.py --config configs/soft_tiny_in1k.yaml --data-dir /data/imagenet
-    python train.py --data-dir /data/pets --model soft_tiny --epochs 30 --experiment pets
+    python train.py --config configs/finetune.yaml --data-dir /data/pets --experiment pets
     torchrun --nproc-per-node 8 train.py --config ...            several GPUs
     python train.py ... --experiment pets --resume auto          continue, exactly
 

@@ -2,9 +2,9 @@
 
 Usage::
 
-    python -m soft_models                        # a table
-    python -m soft_models --json                 # the same for programs
-    python -m soft_models --update docs/models.md   # rewrite the table between the markers in a file
+    python -m soft_models                          # a table
+    python -m soft_models --json                   # the same for programs
+    python -m soft_models --update docs/models.md  # rewrite the table between the markers in a file
 """
 
 import argparse

@@ -143,6 +143,8 @@ def test_wrong_yaml_is_refused(tmp_path: Path, text: str, message: str) -> None:
         (["a", "b"], "unexpected argument 'b'"),
         (["--config", "nowhere.yaml"], "cannot read the config 'nowhere.yaml'"),
         (["--model-kwargs", "depth"], "model_kwargs takes key=value pairs, got 'depth'"),
+        (["--jsd-loss"], "--jsd-loss is not supported: augmentation splits are out of scope"),
+        (["--bn-momentum", "0.1"], "--bn-momentum is not supported: what the model's normalisation takes goes through"),
         (["--kd-model-name", "resnet50"], "--kd-model-name is not supported: distillation is out of scope"),
         (["--naflex-loader"], "--naflex-loader is not supported"),
         (["--train-img-sizes", "128"], "--train-img-sizes is not supported"),

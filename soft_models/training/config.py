@@ -16,11 +16,17 @@ AmpDtype = Literal["float16", "bfloat16"]
 Interpolation = Literal["", "bilinear", "bicubic", "random", "nearest", "lanczos", "box", "hamming"]
 EVAL_METRICS = ("top1", "top5", "loss")
 
+_TIMM_SCRIPT = "out of scope here, use timm's own train.py with --device-modules soft_models"
 OUT_OF_SCOPE: Mapping[str, str] = {
-    "--kd-": "distillation is out of scope here, use timm's own train.py with --device-modules soft_models",
-    "--distill-": "distillation is out of scope here, use timm's own train.py with --device-modules soft_models",
-    "--task-loss-": "distillation is out of scope here, use timm's own train.py with --device-modules soft_models",
-    "--naflex-": "NaFlex loading is out of scope here, use timm's own train.py with --device-modules soft_models",
+    "--kd-": f"distillation is {_TIMM_SCRIPT}",
+    "--distill-": f"distillation is {_TIMM_SCRIPT}",
+    "--task-loss-": f"distillation is {_TIMM_SCRIPT}",
+    "--naflex-": f"NaFlex loading is {_TIMM_SCRIPT}",
+    "--jsd-loss": f"augmentation splits are {_TIMM_SCRIPT}",
+    "--aug-splits": f"augmentation splits are {_TIMM_SCRIPT}",
+    "--split-bn": f"augmentation splits are {_TIMM_SCRIPT}",
+    "--bn-": "what the model's normalisation takes goes through --model-kwargs",
+    "--tta": "test-time augmentation is out of scope here",
     "--train-img-sizes": "scheduled sizes are out of scope here, use --img-size",
     "--train-batch-sizes": "scheduled sizes are out of scope here, use --batch-size",
     "--train-size-": "scheduled sizes are out of scope here, use --img-size",

@@ -1,7 +1,7 @@
 """Train an image classifier: ``soft-train``, or ``train.py`` in the repository.
 
     train.py --config configs/soft_tiny_in1k.yaml --data-dir /data/imagenet
-    train.py /data/pets --model soft_conv_tiny --pretrained-path soft_tiny.pth --epochs 30 --experiment pets
+    train.py /data/pets --config configs/finetune.yaml --pretrained-path soft_tiny.pth --model soft_conv_tiny
     torchrun --nproc-per-node 8 train.py ...            several GPUs
     train.py ... --experiment pets --resume auto        continue, exactly
 
