@@ -1,6 +1,8 @@
 """What the tests of the models share: small models of each family, images, comparisons."""
 
 import functools
+import io
+import operator
 import re
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,23 @@ def same(actual: Tensor, expected: Tensor, what: str) -> None:
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def through_file(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """An exported program saved and read back, after a check that it holds no operation but PyTorch's own."""
+    stream = io.BytesIO()
+    torch.export.save(program, stream)
+    stream.seek(0)
+    program = torch.export.load(stream)
+    targets = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    foreign = [
+        target
+        for target in targets
+        if not (isinstance(target, torch._ops.OpOverload) and target.namespace == "aten")
+        and getattr(target, "__module__", "") != operator.getitem.__module__
+    ]
+    assert not foreign, f"operations that are not PyTorch's own: {foreign}"
+    return program
 
 
 def loss_of(*outputs: Tensor) -> Tensor:

@@ -1,8 +1,6 @@
 """The models compiled, exported and traced."""
 
 import copy
-import io
-import operator
 import warnings
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from contract import (
     over_families,
     relative_error,
     small,
+    through_file,
 )
 from torch._dynamo.testing import CompileCounter
 
@@ -68,19 +67,7 @@ def test_exported_program_takes_other_batches_and_survives_a_file(name: str) -> 
     model = few_newton_steps(small(name))
     batch = torch.export.Dim("batch", min=1, max=8)
     program = torch.export.export(model, (images(),), dynamic_shapes=({0: batch},))
-    stream = io.BytesIO()
-    torch.export.save(program, stream)
-    stream.seek(0)
-    program = torch.export.load(stream)
-    targets = {node.target for node in program.graph.nodes if node.op == "call_function"}
-    foreign = [
-        t
-        for t in targets
-        if not (isinstance(t, torch._ops.OpOverload) and t.namespace == "aten")
-        and getattr(t, "__module__", "") != operator.getitem.__module__
-    ]
-    assert not foreign, f"operations that are not PyTorch's own: {foreign}"
-    reloaded = program.module()
+    reloaded = through_file(program).module()
     with torch.no_grad():
         for count in (1, 8):
             close(reloaded(images(count)), model(images(count)), f"logits of a batch of {count}", rtol=1e-5)
