@@ -252,9 +252,8 @@ class ChunkedMlp(Mlp):
 
     @torch.jit.ignore
     def takes_pieces(self, x: Tensor) -> bool:
-        if self.training or torch.is_grad_enabled() or is_graph():
-            return False
-        if not isinstance(x, Tensor):  # but a proxy of torch.fx
+        recorded = torch.is_grad_enabled() or is_graph() or not isinstance(x, Tensor)  # but a proxy of torch.fx
+        if self.training or recorded:
             return False
         if x.device.type != "cpu" or x.shape[0] * x.shape[1] <= self.rows:
             return False
