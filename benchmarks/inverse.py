@@ -28,7 +28,7 @@ def solve(points: Tensor, x: Tensor, inverse: str | None) -> tuple[Tensor, Tenso
     """``(A + 0.01 I)^-1 x`` and its gradient with respect to the points; exact without a name."""
     points = points.clone().requires_grad_()
     kernel = gaussian_kernel(points, points)
-    y = soft_inverse_apply(kernel, x, False, inverse) if inverse else torch.linalg.solve(add_ridge(kernel), x)
+    y = soft_inverse_apply(kernel, x, HEADS, False, inverse) if inverse else torch.linalg.solve(add_ridge(kernel), x)
     return y.detach(), torch.autograd.grad(y.square().sum(), points)[0]
 
 
@@ -38,7 +38,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 def measure(spread: float) -> list[str]:
     """Rows of the table, the inverses in turns."""
-    points, x = (torch.randn(IMAGES, HEADS, LANDMARKS, WIDTH) * scale for scale in (spread, 1.0))
+    points, x = (torch.randn(IMAGES * HEADS, LANDMARKS, WIDTH) * scale for scale in (spread, 1.0))
     kernel = add_ridge(gaussian_kernel(points.double(), points.double()))
     exact = solve(points.double(), x.double(), None)
     times: dict[str, list[float]] = {"newton": [], "solve": []}

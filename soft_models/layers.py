@@ -28,6 +28,7 @@ __all__ = [
     "autocast_off",
     "check_grid",
     "check_images",
+    "fold_heads",
     "head_width",
     "init_weights",
     "is_exporting",
@@ -37,6 +38,7 @@ __all__ = [
     "pool_map",
     "split_heads",
     "tokens_to_map",
+    "unfold_heads",
 ]
 
 
@@ -77,6 +79,17 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 def merge_heads(x: Tensor) -> Tensor:
     """``(B, h, N, d)`` to ``(B, N, C)``."""
     return x.transpose(1, 2).flatten(2)
+
+
+def fold_heads(x: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+    """``(B, N, C)`` to ``(B * h, N, d)``, contiguous and of that dtype in one pass."""
+    return split_heads(x, num_heads).to(dtype, memory_format=torch.contiguous_format).flatten(0, 1)
+
+
+def unfold_heads(x: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+    """``(B * h, N, d)`` to ``(B, N, C)``, contiguous and of that dtype in one pass."""
+    x = x.view(-1, num_heads, x.shape[1], x.shape[2])
+    return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).flatten(2)
 
 
 def tokens_to_map(x: Tensor, feat_size: tuple[int, int]) -> Tensor:

@@ -148,17 +148,12 @@ def test_halved_scale_equals_the_released_loop_and_ignores_batch_mates() -> None
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("inverse", ["newton", "solve"])
 def test_soft_equals_naive_with_gradients(normalize: bool, inverse: str) -> None:
-    q, v = torch.randn(2, 3, 35, 4, dtype=torch.float64), torch.randn(2, 3, 35, 4, dtype=torch.float64)
-    landmarks = torch.randn(2, 3, 5, 4, dtype=torch.float64) * 2
+    q, v = torch.randn(6, 35, 4, dtype=torch.float64), torch.randn(6, 35, 4, dtype=torch.float64)
+    landmarks = torch.randn(6, 5, 4, dtype=torch.float64) * 2
     inputs = [x.requires_grad_() for x in (q, v, landmarks)]
     ridge = 0.0 if normalize and inverse == "newton" else 0.01
-    fast = soft_attention(*inputs, normalize, inverse, 40)
-    naive = torch.stack(
-        [
-            torch.stack([naive_soft(q[b, h], v[b, h], landmarks[b, h], normalize, ridge) for h in range(3)])
-            for b in range(2)
-        ]
-    )
+    fast = soft_attention(*inputs, 3, normalize, inverse, 40)
+    naive = torch.stack([naive_soft(*head, normalize, ridge) for head in zip(*inputs, strict=True)])
     assert_close(fast, naive, rtol=1e-7, atol=1e-7)
     weight = torch.randn_like(fast)
     for a, b in zip(
@@ -170,9 +165,9 @@ def test_soft_equals_naive_with_gradients(normalize: bool, inverse: str) -> None
 
 
 def test_soft_with_all_tokens_as_landmarks_is_the_gaussian_kernel_itself() -> None:
-    q, v = torch.randn(1, 1, 12, 8, dtype=torch.float64), torch.randn(1, 1, 12, 8, dtype=torch.float64)
+    q, v = torch.randn(1, 12, 8, dtype=torch.float64), torch.randn(1, 12, 8, dtype=torch.float64)
     kernel = gaussian_kernel(q, q)
-    low_rank = kernel.transpose(-2, -1) @ soft_inverse_apply(kernel, kernel @ v, False, "solve")
+    low_rank = kernel.transpose(-2, -1) @ soft_inverse_apply(kernel, kernel @ v, 1, False, "solve")
     assert_close(low_rank, kernel @ v, rtol=0.05, atol=0.05)  # up to the ridge of 0.01
 
 
@@ -182,7 +177,7 @@ def test_average_landmarks_equal_naive_pooling(feat_size: tuple[int, int]) -> No
     q = torch.randn(2, feat_size[0] * feat_size[1], 8)
     grid = min(7, feat_size[0]), min(7, feat_size[1])
     pooled = torch.stack([naive_average_pool(image.reshape(*feat_size, 8), grid) for image in q])
-    pooled = pooled.reshape(2, grid[0] * grid[1], 2, 4).transpose(1, 2)
+    pooled = pooled.reshape(2, grid[0] * grid[1], 2, 4).transpose(1, 2).flatten(0, 1)
     expected = torch.nn.functional.gelu(torch.nn.functional.layer_norm(pooled * 4**-0.25, (4,), eps=1e-5))
     assert_close(landmarks(q, feat_size), expected)
 
@@ -203,7 +198,7 @@ def test_average_landmarks_equal_naive_pooling(feat_size: tuple[int, int]) -> No
 )
 def test_number_of_landmarks(kind: str, grid: int | None, feat_size: tuple[int, int], count: int) -> None:
     landmarks = Landmarks(dim=8, num_heads=2, kind=kind, sr_ratio=8, grid=grid)
-    assert landmarks(torch.randn(2, feat_size[0] * feat_size[1], 8), feat_size).shape == (2, 2, count, 4)
+    assert landmarks(torch.randn(2, feat_size[0] * feat_size[1], 8), feat_size).shape == (4, count, 4)
 
 
 def test_conv_landmarks_with_a_grid_equal_those_without_up_to_its_size() -> None:
@@ -221,7 +216,7 @@ def test_prefix_tokens_are_queries_and_keys_but_no_landmarks() -> None:
     q = attn.q(x)
     assert_close(attn.attention_matrix(x, (3, 4))[:, :, 1:, 1:], attn.attention_matrix(changed, (3, 4))[:, :, 1:, 1:])
     assert (attn(x, (3, 4)) - attn(changed, (3, 4)))[:, 1:].abs().max() > 1e-6
-    assert attn.landmarks(q[:, 1:], (3, 4)).shape == (2, 2, 4, 4)
+    assert attn.landmarks(q[:, 1:], (3, 4)).shape == (4, 4, 4)
 
 
 def test_local_convolution_sees_the_pixels_alone() -> None:

@@ -12,12 +12,13 @@ from soft_models.layers import (
     at_least_float32,
     autocast_off,
     check_grid,
+    fold_heads,
     head_width,
     is_exporting,
     is_traced,
     pool_map,
-    split_heads,
     tokens_to_map,
+    unfold_heads,
 )
 
 __all__ = [
@@ -59,8 +60,7 @@ def gaussian_kernel(q: Tensor, k: Tensor, k_scale: float = 1.0, min_exponent: fl
     """
     centre = q.detach().mean(dim=-2, keepdim=True)
     q = q - centre
-    # In the product's order, or compilers sum squares in an order that cores cannot share.
-    k = torch.add(-centre, k, alpha=k_scale).contiguous()
+    k = torch.add(-centre, k, alpha=k_scale)
     exponent = (q @ k.transpose(-2, -1)).sub_(half_square(k)[..., None, :]).sub_(half_square(q)[..., None])
     # Outside the gradient: where rounding leaves the range the true slope is 0 already, and no mask is kept.
     exponent.detach().clamp_(min_exponent, 0.0)
@@ -124,21 +124,24 @@ def halved_scale(kernel: Tensor, max_halvings: int = MAX_HALVINGS) -> Tensor:
     return candidates.gather(1, fits.argmax(dim=1, keepdim=True))[:, :, None, None]
 
 
-def soft_inverse_apply(kernel: Tensor, x: Tensor, normalize: bool, inverse: str = "solve", iters: int = 20) -> Tensor:
+def soft_inverse_apply(
+    kernel: Tensor, x: Tensor, num_heads: int, normalize: bool, inverse: str = "solve", iters: int = 20
+) -> Tensor:
     """Apply the (normalised) inverse of the landmark kernel A, the middle factor of SOFT attention.
 
     Plain: ``(A + 0.01 I)^-1 x``. Normalised (arXiv:2207.03341): ``D^-1/2 A^-1 D^-1/2 x`` with ``D = diag(A 1)``.
 
     Args:
-        kernel: A, ``(B, h, M, M)``: symmetric, entries in [0, 1], unit diagonal.
-        x: ``(B, h, M, d)``.
+        kernel: A, ``(B * h, M, M)``: symmetric, entries in [0, 1], unit diagonal.
+        x: ``(B * h, M, d)``.
+        num_heads: Heads h of one image, which lie side by side and share the Newton start of the normalised form.
         normalize: The symmetric normalisation.
         inverse: ``"newton"``, the released operator step by step (no ridge when normalising), or ``"solve"``, the
             inverse of ``A + 0.01 I`` in both forms, see :func:`solve_spd`.
         iters: Newton steps.
 
     Returns:
-        ``(B, h, M, d)``.
+        ``(B * h, M, d)``.
     """
     degree = kernel.sum(dim=-1, keepdim=True).rsqrt()
     if normalize:
@@ -146,7 +149,9 @@ def soft_inverse_apply(kernel: Tensor, x: Tensor, normalize: bool, inverse: str 
     if inverse == "solve":
         x = solve_spd(add_ridge(kernel), x)
     elif normalize:
-        x = newton_schulz_pinv(kernel, halved_scale(kernel.detach()), iters) @ x
+        per_image = kernel.detach().view(-1, num_heads, kernel.shape[-2], kernel.shape[-1])
+        scale = halved_scale(per_image).expand(-1, num_heads, 1, 1).reshape(-1, 1, 1)
+        x = newton_schulz_pinv(kernel, scale, iters) @ x
     else:
         x = newton_schulz_pinv(add_ridge(kernel), ridge_scale(kernel.detach()), iters) @ x
     if normalize:
@@ -200,6 +205,7 @@ def soft_attention(
     q: Tensor,
     v: Tensor,
     landmarks: Tensor,
+    num_heads: int,
     normalize: bool = False,
     inverse: str = "solve",
     iters: int = 20,
@@ -208,23 +214,25 @@ def soft_attention(
     """SOFT attention ``P^T A^+ P V`` evaluated from the right: O(N M d + M^3), nothing N x N.
 
     ``P = gaussian_kernel(landmarks, q)`` is M x N and ``A = gaussian_kernel(landmarks, landmarks)`` is M x M
-    (arXiv:2110.11945; queries and keys are the same).
+    (arXiv:2110.11945; queries and keys are the same). Heads are part of the batch: compilers take a tensor of four
+    dimensions for images and change its layout.
 
     Args:
-        q: Queries, ``(B, h, N, d)``, of the landmarks' dtype or a smaller one.
-        v: Values, ``(B, h, N, d)``.
-        landmarks: ``(B, h, M, d)``, of the scaled queries; float32 or float64.
+        q: Queries, ``(B * h, N, d)``, of the landmarks' dtype or a smaller one.
+        v: Values, ``(B * h, N, d)``.
+        landmarks: ``(B * h, M, d)``, of the scaled queries; float32 or float64.
+        num_heads: Heads h of one image.
         normalize: Symmetric normalisation by the landmark degrees (SOFT++, arXiv:2207.03341).
         inverse: ``"newton"`` or ``"solve"``, see :func:`soft_inverse_apply`.
         iters: Newton steps.
         q_scale: Factor on the queries; the paper's is ``d ** -0.25``.
 
     Returns:
-        ``(B, h, N, d)``.
+        ``(B * h, N, d)``.
     """
-    to_landmarks = gaussian_kernel(landmarks, q, q_scale)  # (B, h, M, N)
-    kernel = gaussian_kernel(landmarks, landmarks)  # (B, h, M, M)
-    summary = soft_inverse_apply(kernel, to_landmarks @ v, normalize, inverse, iters)
+    to_landmarks = gaussian_kernel(landmarks, q, q_scale)  # (B * h, M, N)
+    kernel = gaussian_kernel(landmarks, landmarks)  # (B * h, M, M)
+    summary = soft_inverse_apply(kernel, to_landmarks @ v, num_heads, normalize, inverse, iters)
     return to_landmarks.transpose(-2, -1) @ summary
 
 
@@ -246,7 +254,7 @@ class Landmarks(nn.Module):
             average-pooled to that size.
 
     Shape:
-        ``(B, H * W, C)`` to ``(B, h, M, d)``.
+        ``(B, H * W, C)`` to ``(B * h, M, d)``.
     """
 
     def __init__(
@@ -277,10 +285,10 @@ class Landmarks(nn.Module):
     def forward(self, q: Tensor, feat_size: tuple[int, int]) -> Tensor:
         B, _, C = q.shape
         x = self.pool(tokens_to_map(q, feat_size))
+        x = x.reshape(B * self.num_heads, C // self.num_heads, x.shape[-2], x.shape[-1])
         if self.conv is not None:
-            x = self.conv(x.reshape(B * self.num_heads, C // self.num_heads, x.shape[-2], x.shape[-1]))
-        x = x.reshape(B, self.num_heads, C // self.num_heads, -1).transpose(2, 3)  # (B, h, M, d)
-        return self.act(self.norm(x * self.scale))
+            x = self.conv(x)
+        return self.act(self.norm(x.flatten(2).transpose(1, 2) * self.scale))
 
     def pool(self, x: Tensor) -> Tensor:
         """Average-pool ``(B, C, H, W)``; for the convolution only so far that it gives the grid."""
@@ -381,29 +389,30 @@ class SoftAttention(nn.Module):
         else:
             with autocast_off(x):
                 out = self.attend(q, v, landmarks.double() if is_traced() else landmarks)
-        out = out.transpose(1, 2).to(v.dtype, memory_format=torch.contiguous_format).flatten(2)
+        out = unfold_heads(out, self.num_heads, v.dtype)
         if self.local is not None:
-            out = out + F.pad(self.local(v[:, first_pixel:], feat_size), (0, 0, first_pixel, 0))
+            local = self.local(v[:, first_pixel:], feat_size)
+            out = out + (F.pad(local, (0, 0, first_pixel, 0)) if first_pixel else local)
         return self.proj_drop(self.proj(out))
 
     def attend(self, q: Tensor, v: Tensor, landmarks: Tensor) -> Tensor:
         landmarks = at_least_float32(landmarks)
-        # In one pass with the change of layout; the queries are cast as the kernel centres them.
-        v = split_heads(v, self.num_heads).to(landmarks.dtype, memory_format=torch.contiguous_format)
-        q = split_heads(q, self.num_heads)
-        return soft_attention(q, v, landmarks, self.normalize, self.inverse, self.newton_iters, self.scale)
+        h = self.num_heads
+        q = fold_heads(q, h, q.dtype)  # cast by the kernel, as it centres them
+        v = fold_heads(v, h, landmarks.dtype)
+        return soft_attention(q, v, landmarks, h, self.normalize, self.inverse, self.newton_iters, self.scale)
 
     @torch.jit.ignore
     def attention_matrix(self, x: Tensor, feat_size: tuple[int, int], rows: Tensor | None = None) -> Tensor:
         """Explicit weights of the values, ``(B, h, N, N)`` or the chosen ``rows`` of them (not row-stochastic)."""
-        q = self.q(x)
+        q, h = self.q(x), self.num_heads
         landmarks = at_least_float32(self.landmarks(q[:, x.shape[1] - feat_size[0] * feat_size[1] :], feat_size))
         with autocast_off(x):
-            to_landmarks = gaussian_kernel(landmarks, split_heads(q, self.num_heads), self.scale)
+            to_landmarks = gaussian_kernel(landmarks, fold_heads(q, h, q.dtype), self.scale)
             kernel = gaussian_kernel(landmarks, landmarks)
             left = to_landmarks if rows is None else to_landmarks[..., rows]
-            summary = soft_inverse_apply(kernel, to_landmarks, self.normalize, self.inverse, self.newton_iters)
-            return left.transpose(-2, -1) @ summary
+            summary = soft_inverse_apply(kernel, to_landmarks, h, self.normalize, self.inverse, self.newton_iters)
+            return (left.transpose(-2, -1) @ summary).unflatten(0, (-1, h))
 
 
 class LocalConv(nn.Module):
