@@ -51,7 +51,7 @@ def gaussian_kernel(q: Tensor, k: Tensor, k_scale: float = 1.0, min_exponent: fl
 
     Args:
         q: ``(..., N, d)``, floating point; its mean is the one subtracted, so pass the smaller set here.
-        k: ``(..., M, d)`` of the same dtype, or of a smaller one.
+        k: ``(..., M, d)``.
         k_scale: Factor s on ``k``, which costs nothing here.
         min_exponent: Exponents below are raised to it.
 
@@ -218,9 +218,9 @@ def soft_attention(
     dimensions for images and change its layout.
 
     Args:
-        q: Queries, ``(B * h, N, d)``, of the landmarks' dtype or a smaller one.
+        q: Queries, ``(B * h, N, d)``.
         v: Values, ``(B * h, N, d)``.
-        landmarks: ``(B * h, M, d)``, of the scaled queries; float32 or float64.
+        landmarks: ``(B * h, M, d)``, of the scaled queries. All three are float32 or float64.
         num_heads: Heads h of one image.
         normalize: Symmetric normalisation by the landmark degrees (SOFT++, arXiv:2207.03341).
         inverse: ``"newton"`` or ``"solve"``, see :func:`soft_inverse_apply`.
@@ -398,8 +398,7 @@ class SoftAttention(nn.Module):
     def attend(self, q: Tensor, v: Tensor, landmarks: Tensor) -> Tensor:
         landmarks = at_least_float32(landmarks)
         h = self.num_heads
-        q = fold_heads(q, h, q.dtype)  # cast by the kernel, as it centres them
-        v = fold_heads(v, h, landmarks.dtype)
+        q, v = fold_heads(q, h, landmarks.dtype), fold_heads(v, h, landmarks.dtype)
         return soft_attention(q, v, landmarks, h, self.normalize, self.inverse, self.newton_iters, self.scale)
 
     @torch.jit.ignore
@@ -408,7 +407,7 @@ class SoftAttention(nn.Module):
         q, h = self.q(x), self.num_heads
         landmarks = at_least_float32(self.landmarks(q[:, x.shape[1] - feat_size[0] * feat_size[1] :], feat_size))
         with autocast_off(x):
-            to_landmarks = gaussian_kernel(landmarks, fold_heads(q, h, q.dtype), self.scale)
+            to_landmarks = gaussian_kernel(landmarks, fold_heads(q, h, landmarks.dtype), self.scale)
             kernel = gaussian_kernel(landmarks, landmarks)
             left = to_landmarks if rows is None else to_landmarks[..., rows]
             summary = soft_inverse_apply(kernel, to_landmarks, h, self.normalize, self.inverse, self.newton_iters)
