@@ -30,8 +30,8 @@ from torch import nn
 
 from benchmarks.measure import Step, build, heading, inference, model_step, peak_memory, quartiles, seconds, training
 from benchmarks.plain_soft import make_plain
-from soft_models.__main__ import count_multiply_adds
 from soft_models.attention import soft
+from soft_models.table import count_multiply_adds
 
 _logger = logging.getLogger("benchmarks")
 

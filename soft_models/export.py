@@ -28,7 +28,7 @@ from soft_models.training.files import make_folder, temporary_name
 from soft_models.training.models import check_model_name, create_model, model_arguments
 from soft_models.training.runtime import setup_logging
 from soft_models.training.script import run_script
-from soft_models.training.trained import Stored, build_model, read_stored, resolve_input
+from soft_models.training.trained import Stored, load_trained, read_stored, resolve_input
 
 _logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ def load_model(cfg: ExportConfig) -> tuple[nn.Module, tuple[int, ...]]:
     trained = TrainedConfig(model=cfg.model, checkpoint=cfg.checkpoint, **shared)
     if cfg.checkpoint:
         trained, stored = read_stored(trained)
-        model = build_model(trained, stored)
+        model = load_trained(trained, stored)
     else:
         if not cfg.model:
             raise UsageError("no model: name one, or give --checkpoint")

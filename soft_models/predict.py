@@ -31,7 +31,7 @@ from soft_models.training.runtime import Runtime, build_autocast, running
 from soft_models.training.sampling import EvalBatches
 from soft_models.training.script import run_script
 from soft_models.training.sources import FolderSource
-from soft_models.training.trained import Stored, build_model, prepare, read_stored, resolve_input
+from soft_models.training.trained import Stored, load_trained, prepare, read_stored, resolve_input
 
 _logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def predict(cfg: PredictConfig, runtime: Runtime) -> Iterator[dict[str, Any]]:
         raise UsageError(f"--topk must be at least 1, got {cfg.topk}")
     cfg, stored = read_stored(cfg)
     source = FolderSource([(path, 0) for path in find_images(cfg.images)])
-    model = build_model(cfg, stored)
+    model = load_trained(cfg, stored)
     data_config, mode = resolve_input(cfg, model, stored)
     names = class_names(cfg, stored, model)
     prepare(cfg, model, runtime).eval()

@@ -33,7 +33,7 @@ from soft_models.training.files import make_folder, write_atomic
 from soft_models.training.models import check_model_name, create_model, input_config
 from soft_models.training.runtime import setup_logging
 from soft_models.training.script import run_script
-from soft_models.training.trained import Stored, build_model, read_stored
+from soft_models.training.trained import Stored, load_trained, read_stored
 
 __all__ = ["AttentionMap", "attention_layers", "attention_maps", "draw_map", "draw_sheet"]
 
@@ -304,7 +304,7 @@ def load_model(name: str, checkpoint: str) -> tuple[str, Any, dict[str, Any]]:
         raise UsageError(f"{cfg.model} is timm's own and keeps its weights to itself; choose one of soft_models, "
                          f"such as {registered_names()[0]}{suggestion(cfg.model, registered_names())}")  # fmt: skip
     if checkpoint:
-        model = build_model(cfg, stored)
+        model = load_trained(cfg, stored)
     else:
         _logger.warning("%s: random weights, since there is no --checkpoint", cfg.model)
         torch.manual_seed(0)

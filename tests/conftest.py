@@ -1,4 +1,4 @@
-"""What every test shares: seed, one thread, and the markers ``slow`` and ``gpu``."""
+"""What every test shares: seed, one thread, the markers ``slow`` and ``gpu``, and small runs of the scripts."""
 
 import os
 
@@ -7,12 +7,22 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import json
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from runs import BASE, ROOT
+from tiny_data import write_folder
+
+from soft_models.training import models
+from soft_models.training.train import main as train_main
+from soft_models.training.validate import main as validate_main
 
 torch.set_num_threads(1)
 
@@ -31,6 +41,57 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a finished run of two epochs, with averaged weights."""
+    output = tmp_path_factory.mktemp("output")
+    options = "--epochs 2 --model-ema --model-ema-decay 0.9".split()
+    assert train_main([str(data), *BASE, *options, "--output", str(output), "--experiment", "run"]) == 0
+    return output / "run"
+
+
+@pytest.fixture
+def train(data: Path, tmp_path: Path) -> Callable[..., int]:
+    """Run train.py on the tiny data with an output folder of this test."""
+
+    def run(*argv: str, experiment: str = "run") -> int:
+        return train_main([str(data), *BASE, "--output", str(tmp_path), "--experiment", experiment, *argv])
+
+    return run
+
+
+@pytest.fixture
+def validate(data: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """Run validate.py on the tiny data and return what it prints."""
+
+    def run(*argv: str) -> dict[str, Any]:
+        capsys.readouterr()
+        assert validate_main([str(data), "-j", "0", "--device", "cpu", *argv]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make building a model fail the test."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model was built")
+
+    monkeypatch.setattr(models.timm, "create_model", refuse)
+
+
+@pytest.fixture
+def command(data: Path, tmp_path: Path) -> Iterator[list[str]]:
+    yield [sys.executable, str(ROOT / "train.py"), str(data), *BASE, "--output", str(tmp_path), "--experiment", "run"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,12 +5,11 @@ import functools
 import inspect
 import io
 import warnings
-import zlib
 from typing import Any
 
 import pytest
 import torch
-from contract import through_file
+from contract import enliven, through_file
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,15 +30,7 @@ LINEAR = {"clamp": False}
 
 def build(name: str, **kwargs: Any) -> nn.Module:
     """Attention of weights under which every part matters, in eval mode."""
-    attn = create_attention(name, DIM, num_heads=HEADS, **kwargs).eval()
-    with torch.no_grad():
-        for key, parameter in attn.named_parameters():
-            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(zlib.crc32(key.encode())))
-            if parameter.ndim > 1:
-                parameter.copy_(noise * parameter[0].numel() ** -0.5)
-            else:
-                parameter.copy_(0.1 * noise + (0.0 if key.endswith("bias") else 1.0))
-    return attn
+    return enliven(create_attention(name, DIM, num_heads=HEADS, **kwargs).eval())
 
 
 def build_with(name: str, options: dict[str, Any]) -> nn.Module:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import timm
 import torch
+from contract import family_names
 from torch import Tensor, nn
 from torch.testing import assert_close
-from zoo import family_names
 
 PYRAMIDS = [name for name in family_names() if "_vit_" not in name]
 VIT = "cosformer_vit_tiny_patch16_224"

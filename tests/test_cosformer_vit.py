@@ -12,7 +12,8 @@ from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
 from torch import Tensor, nn
 
 from soft_models.checkpoints import CheckpointError
-from soft_models.variants.cosformer_vit import VARIANTS, checkpoint_filter_fn, default_cfgs
+from soft_models.checkpoints.vit import vit_filter_fn
+from soft_models.variants.cosformer_vit import VARIANTS, default_cfgs
 from soft_models.vit import MapVisionTransformer
 
 NAMES = sorted(VARIANTS)
@@ -253,8 +254,8 @@ def test_old_layer_scale_names_are_folded_too() -> None:
     source = randomise(timm.create_model("deit3_small_patch16_224", depth=2))
     model = timm.create_model("cosformer_vit_small_patch16_224", depth=2)
     old = {k.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): v for k, v in source.state_dict().items()}
-    expected = checkpoint_filter_fn(source.state_dict(), model)
-    for key, value in checkpoint_filter_fn({"model": old}, model).items():
+    expected = vit_filter_fn(source.state_dict(), model)
+    for key, value in vit_filter_fn({"model": old}, model).items():
         torch.testing.assert_close(value, expected[key])
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import timm
 import torch
+from contract import family_names
 from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torchvision.models.detection import FCOS, FasterRCNN, MaskRCNN, RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
-from zoo import family_names
 
 from soft_models.checkpoints import CheckpointError
 from soft_models.downstream import FPNBackbone, MapBackbone, UPerNet

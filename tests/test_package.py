@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import timm
 import yaml
+from contract import family_names, registered_names
 from packaging.requirements import Requirement
 from packaging.version import Version
-from zoo import family_names, registered_names
 
 import soft_models
 

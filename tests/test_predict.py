@@ -10,16 +10,11 @@ import numpy as np
 import pytest
 import timm
 import torch
-from tiny_data import BROKEN, CLASSES, write_folder, write_image, write_odd_images
+from tiny_data import BROKEN, CLASSES, write_image, write_odd_images
 
 from soft_models.predict import main as predict_main
 from soft_models.training.train import main as train_main
 from soft_models.training.validate import main as validate_main
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ from contract import (
     CLASSES,
     PYRAMID,
     close,
+    enliven,
     gradients,
     images,
     loss_of,
 )
 from torch import nn
-from zoo import enliven
 
 from soft_models.attention import ATTENTIONS
 from soft_models.pyramid import PyramidTransformer

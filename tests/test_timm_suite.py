@@ -3,8 +3,8 @@
 import pytest
 import timm
 import torch
+from contract import family_names, registered_names
 from timm_suite import CHECKS, ONLY_CALLED, excused, returns_tokens, run_check
-from zoo import family_names, registered_names
 
 FAST = family_names()
 

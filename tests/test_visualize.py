@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import timm
 import torch
+from contract import family_names
 from PIL import Image
 from torch import nn
 from torch.testing import assert_close
-from zoo import family_names
 
 from soft_models import visualize
 from soft_models.training.errors import UsageError

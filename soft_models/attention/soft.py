@@ -255,6 +255,9 @@ class Landmarks(nn.Module):
 
     Shape:
         ``(B, H * W, C)`` to ``(B * h, M, d)``.
+
+    Raises:
+        ValueError: ``kind`` is neither of these, or ``sr_ratio`` or ``grid`` is below 1.
     """
 
     def __init__(
@@ -392,7 +395,7 @@ class SoftAttention(nn.Module):
         out = unfold_heads(out, self.num_heads, v.dtype)
         if self.local is not None:
             local = self.local(v[:, first_pixel:], feat_size)
-            out = out + (F.pad(local, (0, 0, first_pixel, 0)) if first_pixel else local)
+            out.add_(F.pad(local, (0, 0, first_pixel, 0)) if first_pixel else local)
         return self.proj_drop(self.proj(out))
 
     def attend(self, q: Tensor, v: Tensor, landmarks: Tensor) -> Tensor:
@@ -403,7 +406,10 @@ class SoftAttention(nn.Module):
 
     @torch.jit.ignore
     def attention_matrix(self, x: Tensor, feat_size: tuple[int, int], rows: Tensor | None = None) -> Tensor:
-        """Explicit weights of the values, ``(B, h, N, N)`` or the chosen ``rows`` of them (not row-stochastic)."""
+        """Explicit weights of the values, ``(B, h, N, N)``, or the chosen ``rows`` of them; rows do not sum to 1.
+
+        The depthwise convolution of the values, which the output has besides, is not in them.
+        """
         q, h = self.q(x), self.num_heads
         landmarks = at_least_float32(self.landmarks(q[:, x.shape[1] - feat_size[0] * feat_size[1] :], feat_size))
         with autocast_off(x):

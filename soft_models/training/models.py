@@ -14,9 +14,9 @@ from torch import nn
 from soft_models.checkpoints import read_checkpoint, some_of
 from soft_models.registry import is_ours
 
-from .checkpoints import OURS, check_architecture, choose_weights, load_exactly
 from .config import EVAL_METRICS, ModelConfig, TrainConfig
 from .errors import UsageError, suggestion
+from .weights import OURS, check_architecture, choose_weights, load_exactly
 
 _logger = logging.getLogger(__name__)
 

@@ -4,7 +4,6 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .checkpoints import Checkpoint
 from .config import TrainConfig
 from .data import check_batch_size
 from .errors import UsageError
@@ -13,6 +12,7 @@ from .models import check_names
 from .resume import check_resume, find_resume
 from .runtime import Runtime
 from .sources import Split, open_train_splits
+from .weights import Checkpoint
 
 _logger = logging.getLogger(__name__)
 

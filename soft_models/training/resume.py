@@ -7,7 +7,13 @@ from typing import Any
 
 from soft_models.checkpoints import read_checkpoint, some_of
 
-from .checkpoints import (
+from .config import TrainConfig
+from .engine import Position
+from .errors import UsageError
+from .learner import Learner
+from .runtime import Runtime
+from .saver import LAST, recovery_files
+from .weights import (
     OURS,
     Checkpoint,
     check_architecture,
@@ -15,12 +21,6 @@ from .checkpoints import (
     load_exactly,
     stored_extras,
 )
-from .config import TrainConfig
-from .engine import Position
-from .errors import UsageError
-from .learner import Learner
-from .runtime import Runtime
-from .saver import LAST, recovery_files
 
 _logger = logging.getLogger(__name__)
 

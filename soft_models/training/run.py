@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from soft_models.checkpoints import read_checkpoint
 
 from .augment import BatchTransform, build_train_transform
-from .checkpoints import FORMAT, OURS, Checkpoint
 from .config import plain_dict
 from .data import ImageReport, ImageSamples, build_loader, eval_transform, image_mode, train_transform
 from .engine import EvalResult, Position, TrainSetup, evaluate, train_one_epoch
@@ -27,6 +26,7 @@ from .runtime import Runtime, StopRequest
 from .sampling import EvalBatches, TrainBatches
 from .saver import BEST, LAST, CheckpointSaver
 from .scalars import ScalarLog
+from .weights import FORMAT, OURS, Checkpoint
 
 _logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from soft_models.checkpoints import read_checkpoint
 
-from .checkpoints import check_architecture, choose_weights, load_exactly, stored_extras, stored_options
 from .config import TrainedConfig
 from .data import image_mode
 from .errors import UsageError
@@ -24,6 +23,7 @@ from .models import (
     spatial_size,
 )
 from .runtime import Runtime
+from .weights import check_architecture, choose_weights, load_exactly, stored_extras, stored_options
 
 _logger = logging.getLogger(__name__)
 TrainedT = TypeVar("TrainedT", bound=TrainedConfig)
@@ -73,7 +73,7 @@ def read_stored(cfg: TrainedT) -> tuple[TrainedT, Stored]:
 _INPUT_OPTIONS = ("img_size", "input_size", "crop_pct", "crop_mode", "mean", "std", "interpolation")
 
 
-def build_model(cfg: TrainedConfig, stored: Stored) -> Any:
+def load_trained(cfg: TrainedConfig, stored: Stored) -> Any:
     """The model with its weights, for the size asked for.
 
     Raises:

@@ -28,7 +28,7 @@ from .runtime import Runtime, build_autocast, running
 from .sampling import EvalBatches
 from .script import run_script
 from .sources import Split, open_eval_split
-from .trained import Stored, build_model, prepare, read_stored, resolve_input
+from .trained import Stored, load_trained, prepare, read_stored, resolve_input
 
 _logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def validate(cfg: ValidateConfig, runtime: Runtime) -> dict[str, Any]:
     """
     cfg, stored = read_stored(cfg)
     split = open_eval_split(cfg, stored.classes)
-    model = build_model(cfg, stored)
+    model = load_trained(cfg, stored)
     check_classes(model, split)
     data_config, mode = resolve_input(cfg, model, stored)
     model = prepare(cfg, model, runtime)

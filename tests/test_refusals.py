@@ -1,0 +1,134 @@
+"""Mistakes, refused in one line before work starts; and numbers that are none, before harm is done."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import BASE, load
+from tiny_data import write_folder
+
+from soft_models.training.train import main as train_main
+from soft_models.training.validate import main as validate_main
+
+REFUSALS = {
+    "model": (["--model", "sofft_tiny"], "unknown model 'sofft_tiny'; did you mean 'soft_tiny'"),
+    "optimizer": (["--opt", "adamv"], "unknown --opt 'adamv'; did you mean 'adam"),
+    "schedule": (["--sched", "cosin"], "unknown --sched 'cosin'; did you mean 'cosine'"),
+    "metric": (["--eval-metric", "top_1"], "unknown --eval-metric 'top_1'; did you mean 'top1'"),
+    "flag": (["--epoch", "3"], "unknown flag --epoch; did you mean '--epochs'"),
+    "batch": (["-b", "64"], "--batch-size 64 is larger than the dataset"),
+    "classes": (["--num-classes", "2"], "--num-classes 2 is too small: the data have 3 classes"),
+    "folder": (["--data-dir", "/nowhere"], "data folder '/nowhere' does not exist"),
+    "split": (["--val-split", "holdout"], "no folder 'holdout' in"),
+    "resume": (["--resume", "none.pth"], "no checkpoint file 'none.pth'"),
+    "decay": (["--layer-decay", "0.7", "--sched", "none"], "--layer-decay is applied by the schedule"),
+    "epochs": (["--epochs", "0"], "--epochs must be at least 1, got 0"),
+    "device": (["--device", "cuda:9x"], "--device must be cpu, cuda, cuda:N or mps, got 'cuda:9x'"),
+    "module": (["--device-modules", "no_such_module"], "cannot import 'no_such_module'"),
+    "lr": (["--lr", "fast"], "lr must be float, got 'fast'"),
+    "kd": (["--kd-model-name", "x"], "distillation is out of scope"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_mistakes_are_refused_before_the_model_is_built(
+    train: Callable[..., int], no_model: None, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    argv, message = REFUSALS[name]
+    assert train(*argv) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.splitlines()[-1].startswith("train.py: error: ")
+
+
+def test_output_that_cannot_be_written_to_is_refused(
+    trained: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_main([str(data), *BASE, "--output", "/dev/null", "--experiment", "run"]) == 2
+    assert "cannot write to the folder '/dev/null/run' (Not a directory); name another" in capsys.readouterr().err
+    argv = [str(data), "-j", "0", "--checkpoint", str(trained / "last.pth.tar"), "--results-file", "/dev/null/x.csv"]
+    assert validate_main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "cannot write to the folder '/dev/null'" in captured.err
+
+
+def test_initial_checkpoint_must_fit(
+    trained: Path, train: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(trained / "model_best.pth.tar")
+    assert train("--initial-checkpoint", path, "--num-classes", "5") == 2
+    error = capsys.readouterr().err
+    assert "--pretrained-path adapts head and input channels" in error
+    assert train("--initial-checkpoint", path, "--epochs", "1") == 0
+    assert train("--initial-checkpoint", path, "--model", "test_resnet", experiment="other") == 2
+    assert "is a checkpoint of 'test_byobnet'" in capsys.readouterr().err
+
+
+class Foreign:
+    """A class that a checkpoint of others may hold."""
+
+
+def test_images_too_small_for_the_model_are_refused_before_training(
+    train: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--model", "soft_tiny", "--img-size", "16") == 2
+    assert "the model cannot take images of 3 x 16 x 16: images must be at least 32 x 32" in capsys.readouterr().err
+
+
+def test_files_that_run_code_are_refused(
+    trained: Path,
+    data: Path,
+    tmp_path: Path,
+    validate: Callable[..., dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    checkpoint = load(trained / "last.pth.tar")
+    torch.save({**checkpoint, "extra": Foreign()}, tmp_path / "foreign.pth")
+    argv = [str(data), "-j", "0", "--checkpoint", str(tmp_path / "foreign.pth")]
+    assert validate_main(argv) == 2
+    error = capsys.readouterr().err
+    assert "Foreign" in error
+    assert "--trust" in error
+    for content, reason in ((b"", "is not a readable checkpoint"), (b"no checkpoint", "is not a readable checkpoint")):
+        (tmp_path / "foreign.pth").write_bytes(content)
+        assert validate_main(argv) == 2
+        assert reason in capsys.readouterr().err
+
+
+def test_missing_averaged_weights_are_an_error(
+    trained: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = load(trained / "last.pth.tar")
+    del checkpoint["state_dict_ema"]
+    torch.save(checkpoint, tmp_path / "raw.pth")
+    assert validate_main([str(data), "--checkpoint", str(tmp_path / "raw.pth"), "--use-ema"]) == 2
+    assert "no averaged weights under state_dict_ema, model_ema" in capsys.readouterr().err
+
+
+def test_other_classes_are_refused_in_validation(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_folder(tmp_path / "other")
+    (other / "val" / "b").rename(other / "val" / "dog")
+    assert validate_main([str(other), "--checkpoint", str(trained / "last.pth.tar"), "-j", "0"]) == 2
+    assert "has classes unknown to the model: dog" in capsys.readouterr().err
+
+
+def test_nonfinite_loss_stops_the_run_and_is_never_best(
+    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--lr", "1e30", "--epochs", "3", "--opt", "sgd") == 1
+    error = capsys.readouterr().err
+    assert "look at these images: " in error
+    assert ".png" in error
+    best = tmp_path / "run" / "model_best.pth.tar"
+    assert not best.exists() or math.isfinite(load(best)["metric"])
+
+
+def test_batch_norm_on_one_value_is_explained(train: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--model", "soft_tiny", "-b", "1", "--epochs", "1") == 2
+    assert "batch norm needs a larger --batch-size or --img-size to train" in capsys.readouterr().err

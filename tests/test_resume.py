@@ -1,0 +1,262 @@
+"""Going on after every kind of stop: bit by bit as if nothing had been."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import BASE, ROOT, STATEFUL, assert_same, assert_same_run, load, stop_at
+
+from soft_models.training import files
+from soft_models.training.train import main as train_main
+
+
+class Killed(BaseException):
+    """Stands for a SIGKILL in this process."""
+
+
+def kill() -> None:
+    raise Killed
+
+
+@pytest.fixture(scope="module")
+def straight(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run that nothing stopped."""
+    output = tmp_path_factory.mktemp("straight")
+    assert train_main([str(data), *BASE, *STATEFUL, "--output", str(output), "--experiment", "run"]) == 0
+    return output / "run"
+
+
+@pytest.mark.parametrize("update", [2, 4, 7])
+def test_killed_run_resumes_exactly(
+    straight: Path, train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: int
+) -> None:
+    with monkeypatch.context() as patch:
+        stop_at(patch, update, kill)
+        with pytest.raises(Killed):
+            train(*STATEFUL, "--resume", "auto")
+    assert train(*STATEFUL, "--resume", "auto") == 0
+    assert_same_run(straight, tmp_path / "run")
+
+
+@pytest.mark.parametrize("call", [1, 4, 5, 8])
+def test_run_killed_while_saving_resumes_exactly(
+    straight: Path, train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """Between the files of one save, and before a file takes its place."""
+    calls = 0
+    original = files._sync_folder
+
+    def sync(folder: Path) -> None:
+        nonlocal calls
+        calls += 1
+        original(folder)
+        if calls == call:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_sync_folder", sync)
+        with pytest.raises(Killed):
+            train(*STATEFUL, "--resume", "auto")
+    assert train(*STATEFUL, "--resume", "auto") == 0
+    assert_same_run(straight, tmp_path / "run")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_saves_and_resumes_exactly(
+    straight: Path, train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    options = [*STATEFUL, "--recovery-interval", "0"]
+    with monkeypatch.context() as patch:
+        stop_at(patch, 6, lambda: os.kill(os.getpid(), number))
+        assert train(*options) == 128 + number
+    assert (tmp_path / "run" / "recovery-1-2.pth.tar").exists()
+    assert train(*STATEFUL, "--resume", "auto") == 0
+    assert_same_run(straight, tmp_path / "run")
+
+
+def test_sigkill_resumes_exactly(straight: Path, tmp_path: Path, command: list[str]) -> None:
+    """Three times at random moments, with loader processes."""
+    draws = random.Random(1)
+    command = [*command, *STATEFUL, "--log-interval", "1", "-j", "2", "--resume", "auto"]
+    for _ in range(3):
+        assert kill_somewhere(command, tmp_path / "run", draws, most_lines=4)
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert_same_run_but_workers(straight, tmp_path / "run")
+
+
+def assert_same_run_but_workers(a: Path, b: Path) -> None:
+    assert (a / "summary.csv").read_bytes() == (b / "summary.csv").read_bytes()
+    for key in ("state_dict", "state_dict_ema", "optimizer"):
+        assert_same(load(a / "last.pth.tar")[key], load(b / "last.pth.tar")[key], key)
+
+
+def test_finished_run_says_so(trained: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (trained / "last.pth.tar").stat().st_mtime_ns
+    options = ["--epochs", "2", "--model-ema", "--resume", "auto", "--output", str(trained.parent)]
+    assert train_main([str(data), *BASE, *options, "--experiment", "run"]) == 0
+    assert "the run is finished: 2 of 2 epochs are done" in capsys.readouterr().err
+    assert (trained / "last.pth.tar").stat().st_mtime_ns == before
+
+
+def test_changed_schedule_is_named_on_resume(train: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--epochs", "2") == 0
+    assert train("--epochs", "4", "--resume", "auto") == 0
+    assert "learning rate changes on resume from 0 to 0.0005: schedule options differ" in capsys.readouterr().err
+
+
+def test_best_is_never_replaced_by_a_worse_one(train: Callable[..., int], tmp_path: Path) -> None:
+    assert train("--epochs", "1", "--eval-metric", "loss") == 0
+    path = tmp_path / "run" / "model_best.pth.tar"
+    best = load(path)
+    best["metric"] = 1e-9
+    path.unlink()  # a link to other checkpoints
+    torch.save(best, path)
+    assert train("--epochs", "2", "--eval-metric", "loss", "--resume", "auto") == 0
+    assert load(path)["metric"] == 1e-9
+
+
+def test_other_checkpoints_are_refused_on_resume(
+    trained: Path, train: Callable[..., int], no_model: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(trained / "last.pth.tar")
+    assert train("--resume", path, "--model", "test_resnet") == 2
+    assert "is a checkpoint of 'test_byobnet', not of --model 'test_resnet'" in capsys.readouterr().err
+    other = load(Path(path))
+    other["soft_models"]["classes"] = ["a", "b", "d"]
+    torch.save(other, tmp_path / "other.pth.tar")
+    assert train("--resume", str(tmp_path / "other.pth.tar")) == 2
+    assert "was trained on other classes; not in both: d, c" in capsys.readouterr().err
+
+
+def test_earlier_run_is_not_overwritten(trained: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_main([str(data), *BASE, "--output", str(trained.parent), "--experiment", "run"]) == 2
+    assert "holds an earlier run: continue it with --resume auto" in capsys.readouterr().err
+
+
+def test_two_runs_in_one_folder_are_refused(
+    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    hold = (
+        "import pathlib, sys; from soft_models.training.files import RunLock\n"
+        "with RunLock(pathlib.Path('run')): print('held', flush=True); sys.stdin.read()"
+    )
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": tmp_path}
+    with subprocess.Popen([sys.executable, "-c", hold], env={**os.environ, "PYTHONPATH": str(ROOT)}, **pipes) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        assert train("--epochs", "1") == 2
+        other.communicate("")
+    assert "another run is writing to" in capsys.readouterr().err
+
+
+def test_full_disk_leaves_the_last_checkpoint_whole(
+    train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--epochs", "1") == 0
+    before = (tmp_path / "run" / "last.pth.tar").read_bytes()
+
+    def full(state: Any, file: Any) -> None:
+        file.write(b"half a checkpoint")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        assert train("--epochs", "2", "--resume", "auto") == 1
+    assert "No space left on device; the file that was there is untouched" in capsys.readouterr().err
+    assert (tmp_path / "run" / "last.pth.tar").read_bytes() == before
+    assert not list((tmp_path / "run").glob(".*.tmp"))
+
+
+def test_file_systems_without_links_get_copies(
+    train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("not here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "rename", refuse)
+    assert train("--epochs", "1") == 0
+    names = ("last", "model_best", "checkpoint-0")
+    assert len({(tmp_path / "run" / f"{name}.pth.tar").read_bytes() for name in names}) == 1
+
+
+def test_recovery_needs_the_same_steps(
+    train: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        stop_at(patch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert train("--epochs", "1") == 143
+    assert train("--epochs", "1", "--resume", "auto", "-b", "8") == 2
+    assert "lies within an epoch of 4 steps, an epoch is now 3" in capsys.readouterr().err
+
+
+def test_second_signal_stops_at_once(tmp_path: Path) -> None:
+    code = (
+        "import os, signal; from soft_models.training.runtime import StopRequest\n"
+        "with StopRequest() as stop:\n"
+        "    os.kill(os.getpid(), signal.SIGINT); assert stop.number == signal.SIGINT\n"
+        "    os.kill(os.getpid(), signal.SIGTERM); print('still here')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (143, b"")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("workers", "processes"), [(0, 1), (2, 1), (0, 2)])
+def test_run_killed_fifty_times_resumes_exactly(
+    data: Path, tmp_path: Path, command: list[str], workers: int, processes: int
+) -> None:
+    """SIGKILL at random moments, until run after run is through; some of them while a file is written."""
+    options = [*STATEFUL, "--epochs", "8", "--log-interval", "1", "-j", str(workers), "--resume", "auto", "-b", "4"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [*(launch if processes > 1 else command[:1]), *command[1:], *options]
+    assert subprocess.run([*command, "--experiment", "straight"], capture_output=True, check=False).returncode == 0
+    draws, kills, inside, runs = random.Random(workers + 10 * processes), 0, 0, 0
+    while kills < 50:
+        runs += 1
+        folder = tmp_path / f"run{runs}"
+        while kill_somewhere([*command, "--experiment", folder.name], folder, draws, most_lines=12):
+            kills += 1
+            inside += any(folder.glob(".*.tmp"))
+        assert_same_run(tmp_path / "straight", folder)
+    print(f"{workers} workers, {processes} processes: {kills} kills, {inside} inside a save, {runs} runs")  # noqa: T201
+    assert inside >= 5
+
+
+def kill_somewhere(command: list[str], folder: Path, draws: random.Random, most_lines: int) -> bool:
+    """Kill a run and all its processes a few log lines from now, half the time inside a save; false if it ended."""
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines = draws.randint(1, most_lines)
+        for line in process.stderr:
+            lines -= line.startswith(("epoch", "eval"))
+            if lines == 0:
+                wait_to_kill(folder, draws)
+                children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
+                for number in (process.pid, *map(int, children)):
+                    os.kill(number, signal.SIGKILL)
+                break
+        process.stderr.read()
+    if lines == 0:
+        return True
+    assert process.returncode == 0
+    return False
+
+
+def wait_to_kill(folder: Path, draws: random.Random) -> None:
+    """Up to 0.2 seconds, or until a file is being written."""
+    until_save, deadline = draws.random() < 0.5, time.monotonic() + draws.uniform(0, 0.2)
+    while time.monotonic() < deadline and not (until_save and any(folder.glob(".*.tmp"))):
+        time.sleep(0.0005)
