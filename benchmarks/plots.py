@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from soft_models.training.errors import UsageError
+from soft_models.errors import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from examples.scenes import Scene, Scenes
 from soft_models.checkpoints import read_checkpoint
 from soft_models.downstream import MapBackbone
+from soft_models.errors import UsageError
 from soft_models.training.engine import NonFiniteError
-from soft_models.training.errors import UsageError
 from soft_models.training.files import RunLock, make_folder, write_atomic
 from soft_models.training.progress import Progress
 from soft_models.training.runtime import StopRequest, setup_logging

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from examples.digits import CLASSES, DigitsError, build_digits
-from soft_models.training.errors import UsageError
+from soft_models.errors import UsageError
 
 SIDE = 256  # pixels of a scene
 COUNTS = (3, 8)  # digits of a scene

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import soft_models  # noqa: F401  (registers the names)
 from soft_models.registry import registered_names
 from soft_models.table import describe, markdown, replace_table
 

@@ -10,7 +10,7 @@ from timm.models._features import feature_take_indices  # private: timm has no p
 from torch import Tensor, nn
 
 from soft_models.checkpoints import LoadsOfficialWeights
-from soft_models.layers import MIN_SIZE, check_images, init_weights, tokens_to_map
+from soft_models.layers import MIN_SIZE, init_module_weights, prepare_images, tokens_to_map
 
 try:
     from timm.models._input import update_model_input_size  # private: how timm >= 1.0.31 records the size
@@ -37,7 +37,7 @@ class PyramidBackbone(LoadsOfficialWeights):
         num_prefix_tokens: 1 if the last stage gives tokens with a class token, 0 if it gives a map.
 
     Raises:
-        ValueError: ``img_size``, ``global_pool`` or ``drop_path_rate`` is out of its range.
+        ValueError: ``img_size``, ``embed_dims``, ``global_pool`` or ``drop_path_rate`` is out of its range.
     """
 
     POOLS: ClassVar[tuple[str, ...]] = ("avg", "")
@@ -57,6 +57,7 @@ class PyramidBackbone(LoadsOfficialWeights):
     ) -> None:
         super().__init__()
         to_size(img_size)
+        check_lengths(embed_dims=embed_dims)
         if not 0 <= drop_path_rate < 1:
             raise ValueError(f"drop_path_rate must lie in [0, 1), got {drop_path_rate}")
         self.num_classes = num_classes
@@ -89,7 +90,7 @@ class PyramidBackbone(LoadsOfficialWeights):
     @staticmethod
     def init_module(module: nn.Module, needs_reset: bool) -> None:
         """Initialise one module."""
-        init_weights(module, needs_reset)
+        init_module_weights(module, needs_reset)
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -151,7 +152,7 @@ class PyramidBackbone(LoadsOfficialWeights):
 
         A model with a class token gives maps as well once :meth:`prune_intermediate_layers` has removed stage 4.
         """
-        return self.norm(self.stages(self.patch_embed(check_images(x))))
+        return self.norm(self.stages(self.patch_embed(prepare_images(x))))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Pooling, dropout and classifier; ``pre_logits`` stops before the classifier."""
@@ -199,7 +200,7 @@ class PyramidBackbone(LoadsOfficialWeights):
         take, last = feature_take_indices(len(self.stages), indices)
         stages = self.stages[: last + 1] if stop_early else self.stages
         maps = []
-        x = self.patch_embed(check_images(x))
+        x = self.patch_embed(prepare_images(x))
         for i, stage in enumerate(stages):
             feat_size = halve((x.shape[-2], x.shape[-1]))
             x = stage(x)

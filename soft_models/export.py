@@ -21,9 +21,9 @@ import torch
 from timm.utils import reparameterize_model
 from torch import Tensor, nn
 
+from soft_models.errors import RunStopped, UsageError
 from soft_models.training.cli import parse_config
 from soft_models.training.config import TrainedConfig
-from soft_models.training.errors import RunStopped, UsageError
 from soft_models.training.files import make_folder, temporary_name
 from soft_models.training.models import check_model_name, create_model, model_arguments
 from soft_models.training.runtime import setup_logging

@@ -27,15 +27,15 @@ __all__ = [
     "at_least_float32",
     "autocast_off",
     "check_grid",
-    "check_images",
     "fold_heads",
     "head_width",
-    "init_weights",
+    "init_module_weights",
     "is_exporting",
     "is_open",
     "is_traced",
     "merge_heads",
     "pool_map",
+    "prepare_images",
     "split_heads",
     "tokens_to_map",
     "unfold_heads",
@@ -166,7 +166,7 @@ class MapPool(nn.Module):
 
 
 @register_notrace_function
-def check_images(x: Tensor, minimum: int = MIN_SIZE) -> Tensor:
+def prepare_images(x: Tensor, minimum: int = MIN_SIZE) -> Tensor:
     """The image batch ``(B, C, H, W)``, on a CPU in channels-last memory: there all convolutions are faster, and maps
     turn to tokens and back without a copy.
 
@@ -324,7 +324,7 @@ class PostNormBlock(Block):
         return self.norm2(x + self.drop_path(self.mlp(x)))
 
 
-def init_weights(module: nn.Module, needs_reset: bool = True) -> None:
+def init_module_weights(module: nn.Module, needs_reset: bool = True) -> None:
     """Initialise one module, for ``model.apply``: Linear from a truncated normal of 0.02, the rest as torch does.
 
     Args:

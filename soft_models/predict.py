@@ -11,20 +11,20 @@ could not be read; the others are predicted all the same.
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from timm.data import ImageNetInfo, get_img_extensions, infer_imagenet_subset
 from timm.utils import natural_key
 from torch import Tensor, nn
 
-from soft_models.checkpoints import some_of
+from soft_models.errors import UsageError, some_of
 from soft_models.training.augment import BatchTransform
 from soft_models.training.cli import parse_config
-from soft_models.training.config import PredictConfig
+from soft_models.training.config import TrainedConfig, check_counts
 from soft_models.training.data import ImageReport, ImageSamples, build_loader, eval_transform
-from soft_models.training.errors import UsageError
 from soft_models.training.files import make_folder, write_results
 from soft_models.training.folders import read_class_map
 from soft_models.training.runtime import Runtime, build_autocast, running
@@ -34,6 +34,19 @@ from soft_models.training.sources import FolderSource
 from soft_models.training.trained import Stored, load_trained, prepare, read_stored, resolve_input
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictConfig(TrainedConfig):
+    """Options of a prediction."""
+
+    images: tuple[str, ...] = ()  # image files, and folders of them
+    class_map: str = ""  # text file with one class name per line, in label order; by default the checkpoint's classes
+    topk: int = 5  # classes named for each image
+    batch_size: int = 32  # images per step
+    workers: int = 0  # loader processes; 0 loads in the main one
+
+    POSITIONAL: ClassVar[str] = "images"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,8 +81,7 @@ def predict(cfg: PredictConfig, runtime: Runtime) -> Iterator[dict[str, Any]]:
     """
     if runtime.world_size > 1:
         raise UsageError(f"predict runs in one process, got {runtime.world_size}; start it without torchrun")
-    if cfg.topk < 1:
-        raise UsageError(f"--topk must be at least 1, got {cfg.topk}")
+    check_counts(cfg, 1, "topk")
     cfg, stored = read_stored(cfg)
     source = FolderSource([(path, 0) for path in find_images(cfg.images)])
     model = load_trained(cfg, stored)
@@ -77,9 +89,9 @@ def predict(cfg: PredictConfig, runtime: Runtime) -> Iterator[dict[str, Any]]:
     names = class_names(cfg, stored, model)
     prepare(cfg, model, runtime).eval()
     samples = ImageSamples(source, eval_transform(data_config), mode)
-    loader = build_loader(samples, EvalBatches(len(samples), max(cfg.batch_size, 1)), cfg, runtime.device)
+    loader = build_loader(samples, EvalBatches(len(samples), cfg.batch_size), cfg, runtime.device)
     transform = BatchTransform(runtime.device, data_config, channels_last=cfg.channels_last)
-    report, autocast, done = ImageReport(source, "the images"), build_autocast(cfg, runtime.device), 0
+    report, autocast, done = ImageReport(source, "the command line"), build_autocast(cfg, runtime.device), 0
     for batch in loader:
         report.add(batch)
         results = {name: {"image": name, "error": reason} for name, reason in batch.broken}

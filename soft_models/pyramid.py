@@ -9,8 +9,8 @@ from timm.layers import calculate_drop_path_rates, resample_abs_pos_embed_nhwc, 
 from timm.models import checkpoint
 from torch import Tensor, nn
 
-from soft_models.attention import attention_options, create_attention
-from soft_models.attention.soft import NEWTON_STEPS
+from soft_models.attention import ATTENTIONS, attention_options, create_attention
+from soft_models.attention.inverse import NEWTON_STEPS
 from soft_models.backbone import PyramidBackbone, check_lengths, halve, resolve_act, resolve_norm, to_size
 from soft_models.checkpoints import checkpoint_filter_fn
 from soft_models.layers import Block, ConvBNReLU, PostNormBlock, add_pos_embed, tokens_to_map
@@ -161,7 +161,7 @@ class PyramidTransformer(PyramidBackbone):
     ) -> None:
         super().__init__(img_size, in_chans, num_classes, global_pool, embed_dims, drop_path_rate, num_prefix_tokens=1)
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
-        check_lengths(embed_dims=embed_dims, depths=depths, num_heads=num_heads, mlp_ratios=mlp_ratios)
+        check_lengths(depths=depths, num_heads=num_heads, mlp_ratios=mlp_ratios)
         check_lengths(4, sr_ratios=sr_ratios)
         check_lengths(3, local_kernels=local_kernels)
         options = {
@@ -170,7 +170,8 @@ class PyramidTransformer(PyramidBackbone):
             "inverse": inverse,
             "newton_iters": newton_iters,
         }
-        check_options((attention, stage4_attention), options | {"sr_ratios": sr_ratios, "local_kernels": local_kernels})
+        per_stage = {"sr_ratios": sr_ratios, "local_kernels": local_kernels}
+        check_options(attention, stage4_attention, options | per_stage)
         act_layers = [resolve_act(act_layer or ("gelu_tanh" if landmarks == "conv" else "gelu"))] * 3 + [nn.GELU]
         self.patch_embed = nn.Sequential(
             ConvBNReLU(in_chans, STEM_WIDTH, 2, **dd),
@@ -184,9 +185,9 @@ class PyramidTransformer(PyramidBackbone):
             grid = halve(grid)
             last = i == 3
             name = stage4_attention if last else attention
-            per_stage = {"sr_ratio": sr_ratios[i], "local_kernel": 0 if last else local_kernels[i]}
+            own = options | {"sr_ratio": sr_ratios[i], "local_kernel": 0 if last else local_kernels[i]}
             accepted = attention_options(name)
-            attn_kwargs = {k: v for k, v in (options | per_stage).items() if k in accepted}
+            attn_kwargs = {k: v for k, v in own.items() if k in accepted}
             blocks: list[nn.Module] = []
             for rate in drop_path_rates[i]:
                 attn = create_attention(
@@ -201,11 +202,19 @@ class PyramidTransformer(PyramidBackbone):
         self.add_head(resolve_norm(norm_layer, eps=1e-6)(self.num_features, **dd), drop_rate, **dd)
 
 
-def check_options(names: tuple[str, ...], options: dict[str, Any]) -> None:
-    """Refuse an option that was set although no chosen attention reads it."""
-    accepted = set().union(*map(attention_options, names))
-    for option, value in options.items():
-        default = inspect.signature(PyramidTransformer).parameters[option].default
+def check_options(attention: str, last: str, options: dict[str, Any]) -> None:
+    """Refuse an option that was set although nothing reads it beside the chosen attentions and the other options."""
+    defaults = inspect.signature(PyramidTransformer).parameters
+    plain = {option: tuple(value) if isinstance(value, list) else value for option, value in options.items()}
+    changed = {option: value for option, value in plain.items() if value != defaults[option].default}
+    for option, value in changed.items():
         keyword = PER_STAGE.get(option, option)
-        if keyword not in accepted and (tuple(value) if isinstance(value, list) else value) != default:
-            raise ValueError(f"attention {' and '.join(map(repr, names))} has no {option}, got {option}={value!r}")
+        chosen = [attention] if option == "local_kernels" else list(dict.fromkeys((attention, last)))
+        if not any(keyword in attention_options(name) for name in chosen):
+            readers = ", ".join(name for name in ATTENTIONS if keyword in attention_options(name))
+            names = " and ".join(map(repr, chosen))
+            raise ValueError(f"{option}={value!r} is not read by attention {names}; it is by {readers}")
+    if "sr_ratios" in changed and options["landmarks"] == "avg" and options["landmark_grid"] is not None:
+        raise ValueError(
+            f"sr_ratios={changed['sr_ratios']} needs landmarks='conv' or landmark_grid=None, which read it"
+        )

@@ -23,17 +23,17 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
-import soft_models  # noqa: F401  (registers the names)
+from soft_models.errors import UsageError, suggestion
 from soft_models.layers import MIN_SIZE
 from soft_models.registry import is_ours, registered_names
 from soft_models.training.cli import parse_config
 from soft_models.training.config import TrainedConfig
-from soft_models.training.errors import UsageError, suggestion
 from soft_models.training.files import make_folder, write_atomic
-from soft_models.training.models import check_model_name, create_model, input_config
+from soft_models.training.images import read_image
+from soft_models.training.models import check_model_name, create_model
 from soft_models.training.runtime import setup_logging
 from soft_models.training.script import run_script
-from soft_models.training.trained import Stored, load_trained, read_stored
+from soft_models.training.trained import Stored, load_trained, read_stored, resolve_input
 
 __all__ = ["AttentionMap", "attention_layers", "attention_maps", "draw_map", "draw_sheet"]
 
@@ -261,8 +261,7 @@ def load_photo(name: str) -> Image.Image:
         raise UsageError("no image: name a file, or skimage:NAME such as skimage:coffee")
     path = skimage_file(name.removeprefix("skimage:")) if name.startswith("skimage:") else Path(name)
     try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
+        return read_image(path, "RGB")
     except FileNotFoundError:
         raise UsageError(f"no image file {name!r}") from None
     except (OSError, ValueError, Image.DecompressionBombError) as error:
@@ -289,8 +288,8 @@ def parse_point(text: str) -> tuple[float, float]:
     return x, y
 
 
-def load_model(name: str, checkpoint: str) -> tuple[str, Any, dict[str, Any]]:
-    """Name, model and preprocessing; with random weights where there is no checkpoint.
+def load_model(name: str, checkpoint: str) -> tuple[str, Any, dict[str, Any], str]:
+    """Name, model, preprocessing and PIL mode; with random weights where there is no checkpoint.
 
     Raises:
         UsageError: The model is unknown or none of ours, or the checkpoint does not fit.
@@ -309,7 +308,8 @@ def load_model(name: str, checkpoint: str) -> tuple[str, Any, dict[str, Any]]:
         _logger.warning("%s: random weights, since there is no --checkpoint", cfg.model)
         torch.manual_seed(0)
         model = create_model(cfg.model, {})
-    return cfg.model, model, input_config(cfg, model, stored.data_config)
+    data_config, mode = resolve_input(cfg, model, stored)
+    return cfg.model, model, data_config, mode
 
 
 def pair_models(cfg: VisualizeConfig) -> list[tuple[str, str]]:
@@ -322,13 +322,12 @@ def pair_models(cfg: VisualizeConfig) -> list[tuple[str, str]]:
     return list(zip(names or ("",) * len(files), files or ("",) * len(names), strict=True))
 
 
-def prepare_photo(photo: Image.Image, size: int, data_config: dict[str, Any]) -> tuple[Image.Image, Tensor]:
+def prepare_photo(photo: Image.Image, size: int, data_config: dict[str, Any], mode: str) -> tuple[Image.Image, Tensor]:
     """The photograph with a shorter side of ``size`` pixels, and the tensor that the model takes."""
     scale = size / min(photo.size)
     resized = photo.resize((round(photo.width * scale), round(photo.height * scale)), Image.Resampling.BICUBIC)
-    channels = len(data_config["mean"])
-    pixels = torch.from_numpy(np.array(resized.convert("L" if channels == 1 else "RGB"))).float() / 255
-    pixels = pixels.reshape(*pixels.shape[:2], channels)
+    pixels = torch.from_numpy(np.array(resized.convert(mode))).float() / 255
+    pixels = pixels.reshape(*pixels.shape[:2], -1)
     return resized, ((pixels - torch.tensor(data_config["mean"])) / torch.tensor(data_config["std"])).permute(2, 0, 1)
 
 
@@ -338,13 +337,13 @@ def model_rows(
     """Titled rows of panels of one model: one for each point and head."""
     points = [parse_point(text) for text in cfg.point] or [(photo.width / 2, photo.height / 2)]
     check_points(points, photo.size)
-    name, model, data_config = load_model(name, checkpoint)
+    name, model, data_config, mode = load_model(name, checkpoint)
     size = cfg.size or data_config["input_size"][-1]
     if cfg.panel < MIN_SIZE:
         raise UsageError(f"--panel must be at least {MIN_SIZE} pixels, got {cfg.panel}")
     if size < MIN_SIZE:
         raise UsageError(f"--size must be at least {MIN_SIZE} pixels, got {size}")
-    resized, image = prepare_photo(photo, size, data_config)
+    resized, image = prepare_photo(photo, size, data_config, mode)
     inside = [(x * resized.width / photo.width, y * resized.height / photo.height) for x, y in points]
     count = len(attention_layers(model))
     stages = [stage - 1 for stage in cfg.stage]

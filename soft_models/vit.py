@@ -196,8 +196,7 @@ class MapVisionTransformer(VisionTransformer):
             ValueError: Another ``output_fmt``, or a mask.
             AssertionError: An index out of range (timm's own check).
         """
-        if output_fmt not in ("NCHW", "NLC"):
-            raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
+        check_choice("output_fmt", output_fmt, ("NCHW", "NLC"))
         if attn_mask is not None or is_causal:
             raise ValueError("linear attention takes no mask, got attn_mask or is_causal")
         take, last = feature_take_indices(len(self.blocks), indices)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from soft_models.attention import create_attention
 from soft_models.backbone import PyramidBackbone, check_lengths, resolve_act, resolve_norm
 from soft_models.checkpoints import checkpoint_filter_fn
-from soft_models.layers import Block, init_weights, tokens_to_map
+from soft_models.layers import Block, init_module_weights, tokens_to_map
 
 __all__ = ["VicinityVisionTransformer", "checkpoint_filter_fn"]  # timm's tests look for the filter here
 
@@ -168,7 +168,7 @@ class VicinityVisionTransformer(PyramidBackbone):
     ) -> None:
         super().__init__(img_size, in_chans, num_classes, global_pool, embed_dims, drop_path_rate, num_prefix_tokens=0)
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
-        check_lengths(embed_dims=embed_dims, depths=depths, num_heads=num_heads, mlp_ratios=mlp_ratios)
+        check_lengths(depths=depths, num_heads=num_heads, mlp_ratios=mlp_ratios)
         norm = resolve_norm(norm_layer, eps=1e-6)
         act = resolve_act(act_layer)
         attn_kwargs = {
@@ -194,7 +194,7 @@ class VicinityVisionTransformer(PyramidBackbone):
     @staticmethod
     def init_module(module: nn.Module, needs_reset: bool) -> None:
         """Initialise one module: Linear from a truncated normal of 0.02, convolutions by fan-out, as PVTv2 does."""
-        init_weights(module, needs_reset)
+        init_module_weights(module, needs_reset)
         if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
             fan_out = module.kernel_size[0] * module.kernel_size[1] * module.out_channels // module.groups
             nn.init.normal_(module.weight, std=math.sqrt(2.0 / fan_out))

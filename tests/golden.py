@@ -14,7 +14,9 @@ from typing import Any
 
 import timm
 import torch
-from contract import enliven, family_names, registered_names
+from contract import enliven, family_names
+
+from soft_models.registry import registered_names
 
 FOLDER = Path(__file__).parent / "data/golden"
 # One of each family, and every attention in SOFT-Tiny's body.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import enliven, through_file
+from contract import HALF_ERROR, enliven, gradients, loss_of, relative_error, through_file
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +22,6 @@ over_attentions = pytest.mark.parametrize("name", sorted(ATTENTIONS))
 
 DIM, HEADS = 24, 3
 MAP = (9, 11)  # height and width: different, and 99 pixels are no power of two
-HALF_ERROR = 0.02  # of the norm: what half precision may cost
 QUADRATIC = {"softmax"}  # by definition
 # Options under which the output is the explicit weights times the values, for attentions that have them.
 LINEAR = {"clamp": False}
@@ -55,20 +54,9 @@ def close(actual: Tensor, expected: Tensor, what: str, rtol: float = 1e-5, atol:
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
-
-
-def loss_of(output: Tensor) -> Tensor:
-    return (output * torch.randn(output.shape, generator=torch.Generator().manual_seed(3)).to(output.dtype)).sum()
-
-
 def check_gradients(attn: nn.Module) -> None:
     """Every parameter must have a gradient that is finite and does something."""
-    gradients = {key: p.grad for key, p in attn.named_parameters()}
-    assert [key for key, gradient in gradients.items() if gradient is None] == [], "parameters without a gradient"
-    assert [key for key, gradient in gradients.items() if not gradient.isfinite().all()] == [], "not finite"
-    assert [key for key, gradient in gradients.items() if not gradient.any()] == [], "zero"
+    assert [key for key, gradient in gradients(attn).items() if not gradient.any()] == [], "zero"
 
 
 def projection_of_values(attn: nn.Module) -> nn.Linear:

@@ -20,7 +20,7 @@ from benchmarks.cells import Block, Samples, run_blocks
 from benchmarks.plan import LAYERS, Plan
 from benchmarks.report import PAPER
 from soft_models.attention import create_attention
-from soft_models.training.errors import UsageError
+from soft_models.errors import UsageError
 
 MODELS = {"softmax": "pyramid_tiny_softmax", "soft": "soft_tiny"}
 PLAN = Plan((32, 64), (32,), (64,), 1, 2, 2, 5.0, (4, 8, 16), (4, 8))

@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 from contract import family_names
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 PYRAMIDS = [name for name in family_names() if "_vit_" not in name]
@@ -124,29 +124,3 @@ def test_openmmlab_wrapper_resets_the_classifier(name: str) -> None:
     model.reset_classifier(0, "")
     assert model(torch.randn(1, 1, 64, 64)).shape[0] == 1
     assert not [key for key, _ in model.named_parameters() if key.startswith("head.")]
-
-
-class Detectron2Backbone(nn.Module):
-    """The recipe of the README: the attributes that ``detectron2.modeling.Backbone`` asks of its subclasses."""
-
-    def __init__(self, name: str, out_features: tuple[str, ...], **kwargs: Any) -> None:
-        super().__init__()
-        from soft_models.downstream import MapBackbone
-
-        self.body = MapBackbone(name, [int(feature[-1]) - 2 for feature in out_features], **kwargs)
-        self._out_features = out_features
-        self._out_feature_channels = dict(zip(out_features, self.body.channels, strict=True))
-        self._out_feature_strides = dict(zip(out_features, self.body.strides, strict=True))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return dict(zip(self._out_features, self.body(x), strict=True))
-
-
-@pytest.mark.parametrize("name", PYRAMIDS)
-def test_detectron2_backbone_recipe(name: str) -> None:
-    backbone = Detectron2Backbone(name, ("res3", "res4", "res5"), **SMALL)
-    maps = backbone(torch.randn(1, 3, 96, 64))
-    assert list(maps) == ["res3", "res4", "res5"]
-    for feature, y in maps.items():
-        stride = backbone._out_feature_strides[feature]
-        assert y.shape == (1, backbone._out_feature_channels[feature], 96 // stride, 64 // stride)

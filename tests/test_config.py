@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from soft_models.errors import UsageError
 from soft_models.registry import is_ours
 from soft_models.training.cli import cast, field_help, parse_config
 from soft_models.training.config import TrainConfig, ValidateConfig, load_config, plain_dict, to_yaml
-from soft_models.training.errors import UsageError
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 
@@ -140,6 +140,8 @@ def test_wrong_yaml_is_refused(tmp_path: Path, text: str, message: str) -> None:
         (["--modle=soft_tiny"], "unknown flag --modle; did you mean '--model'"),
         (["-b", "four"], "batch_size must be int, got 'four'"),
         (["--lr"], "--lr"),
+        (["--scale", "0.5"], "scale takes 2 values, got 1"),
+        (["--cutmix-minmax", "0.2", "0.4", "0.6"], "cutmix_minmax takes 2 values, got 3"),
         (["a", "b"], "unexpected argument 'b'"),
         (["--config", "nowhere.yaml"], "cannot read the config 'nowhere.yaml'"),
         (["--model-kwargs", "depth"], "model_kwargs takes key=value pairs, got 'depth'"),

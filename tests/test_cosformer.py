@@ -255,11 +255,8 @@ def test_autocast_leaves_the_sums_in_float32(
     assert (out - expected).norm() / expected.norm() < 0.02
 
 
-@pytest.mark.parametrize(
-    "attn", [CosformerAttention(32, 4), CosformerAttention(32, 4, causal=True), Cosformer2dAttention(32, 4)]
-)
-def test_compiles_and_exports_with_equal_outputs(attn: torch.nn.Module) -> None:
-    attn = attn.eval()
+def test_causal_compiles_and_exports_with_equal_outputs() -> None:
+    attn = CosformerAttention(32, 4, causal=True).eval()
     x = torch.randn(2, 48, 32)  # more tokens than features per head: the linear order of the products
     expected = attn(x, (6, 8))
     compiled = torch.compile(attn, fullgraph=True, backend="eager")
@@ -273,13 +270,6 @@ def test_compiles_and_exports_with_equal_outputs(attn: torch.nn.Module) -> None:
         warnings.simplefilter("ignore")  # torch.jit.script is deprecated
         scripted = torch.jit.script(attn)
     torch.testing.assert_close(scripted(x, (6, 8)), attn(x, (6, 8)))
-
-
-@pytest.mark.parametrize("cls", [CosformerAttention, Cosformer2dAttention])
-def test_builds_on_meta(cls: type) -> None:
-    attn = cls(32, num_heads=2, device="meta")
-    assert {p.device.type for p in attn.parameters()} == {"meta"}
-    assert attn(torch.empty(2, 48, 32, device="meta"), (6, 8)).shape == (2, 48, 32)
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:

@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
-from torch import Tensor, nn
+from torch import nn
 
 from soft_models.checkpoints import CheckpointError
 from soft_models.checkpoints.vit import vit_filter_fn
@@ -105,7 +105,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     model = MapVisionTransformer(64, **SMALL)
     with pytest.raises(ValueError, match="unknown global_pool 'map'"):
         model.reset_classifier(3, "map")
-    with pytest.raises(ValueError, match="output_fmt must be 'NCHW' or 'NLC', got 'NHWC'"):
+    with pytest.raises(ValueError, match="unknown output_fmt 'NHWC'; choose one of"):
         model.forward_intermediates(torch.randn(1, 3, 64, 64), output_fmt="NHWC")
     with pytest.raises(ValueError, match="linear attention takes no mask"):
         model.forward_intermediates(torch.randn(1, 3, 64, 64), is_causal=True)
@@ -297,11 +297,3 @@ def test_unknown_grid_is_refused_and_can_be_named(tmp_path: Path) -> None:
 def test_pretrained_without_a_file_is_an_error() -> None:
     with pytest.raises(ValueError, match="no weights come with"):
         timm.create_model(TINY, pretrained=True)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_all_parameters_get_gradients(name: str) -> None:
-    model = timm.create_model(name, num_classes=3, depth=1, img_size=32)
-    out: Tensor = model(torch.randn(2, 3, 32, 32))
-    out.square().sum().backward()
-    assert [k for k, p in model.named_parameters() if p.grad is None] == []

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from tiny_data import write_folder, write_image
 
+from soft_models.errors import UsageError
 from soft_models.training.config import TrainConfig, ValidateConfig
 from soft_models.training.data import (
     ImageReport,
@@ -19,7 +20,6 @@ from soft_models.training.data import (
     image_mode,
     train_transform,
 )
-from soft_models.training.errors import UsageError
 from soft_models.training.folders import find_split, read_class_map, scan_folder
 from soft_models.training.images import read_image
 from soft_models.training.runtime import Runtime
@@ -61,10 +61,13 @@ def test_labels_equal_those_of_timm(folder: Path) -> None:
     assert [(source.name(i), int(source.load(i, "RGB")[1])) for i in range(len(source))] == theirs
 
 
-@pytest.mark.parametrize("name", ["val", "valid", "validation"])
+@pytest.mark.parametrize("name", ["val", "valid", "validation", "eval", "evaluation"])
 def test_validation_folder_has_several_names(folder: Path, name: str) -> None:
     (folder / "val").rename(folder / name)
-    assert find_split(folder, "validation").name == name
+    shutil.rmtree(folder / "train")
+    assert find_split(folder, "validation", "--split").name == name
+    split = open_eval_split(ValidateConfig(data_dir=str(folder)), None)
+    assert split.classes == ("a", "b", "c"), "the folder must not be taken for a split itself"
 
 
 def test_empty_class_in_val_keeps_the_labels(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -86,7 +89,7 @@ def test_unknown_class_in_val_is_refused(folder: Path) -> None:
 def test_missing_folders_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="'/nowhere' does not exist"):
         open_train_splits(config(Path("/nowhere")))
-    with pytest.raises(UsageError, match=r"no folder 'training set' in .* holds train, val"):
+    with pytest.raises(UsageError, match=r"no folder 'training set' in .* holds train, val; choose with --train-split"):
         open_train_splits(config(folder, train_split="training set"))
     with pytest.raises(UsageError, match="no data: give --data-dir"):
         open_train_splits(TrainConfig())

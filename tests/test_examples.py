@@ -17,7 +17,7 @@ pytest.importorskip("skimage", reason="the photographs come with scikit-image, o
 
 from examples import detection, digits, fit, scenes, segmentation
 from soft_models.checkpoints import read_checkpoint
-from soft_models.training.errors import UsageError
+from soft_models.errors import UsageError
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from soft_models import layers
-from soft_models.layers import ChunkedMlp, check_images, tokens_to_map
+from soft_models.layers import ChunkedMlp, prepare_images, tokens_to_map
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -24,15 +24,15 @@ def test_tokens_to_map_is_a_view_that_convolutions_take_for_channels_last(batch:
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_images_of_any_layout_become_channels_last(batch: int, channels: int, layout: torch.memory_format) -> None:
     x = torch.randn(batch, channels, 32, 40).to(memory_format=layout)
-    found = check_images(x)
+    found = prepare_images(x)
     assert found.is_contiguous(memory_format=torch.channels_last)
     assert_close(found, x, rtol=0, atol=0)
-    assert_close(torch.vmap(lambda image: check_images(image[None])[0])(x), x, rtol=0, atol=0)
+    assert_close(torch.vmap(lambda image: prepare_images(image[None])[0])(x), x, rtol=0, atol=0)
 
 
 def test_an_image_without_its_batch_is_refused() -> None:
     with pytest.raises(ValueError, match=r"images must be a batch \(B, C, H, W\), got 3 dimensions"):
-        check_images(torch.randn(3, 64, 64))
+        prepare_images(torch.randn(3, 64, 64))
 
 
 def chunked_and_whole(monkeypatch: pytest.MonkeyPatch, drop: float = 0.0) -> tuple[ChunkedMlp, nn.Module, list[int]]:

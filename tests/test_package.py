@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 import timm
 import yaml
-from contract import family_names, registered_names
+from contract import family_names
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 import soft_models
+from soft_models.registry import registered_names
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(soft_models.__file__).parent

@@ -19,6 +19,7 @@ REFUSALS = {
     "schedule": (["--sched", "cosin"], "unknown --sched 'cosin'; did you mean 'cosine'"),
     "metric": (["--eval-metric", "top_1"], "unknown --eval-metric 'top_1'; did you mean 'top1'"),
     "flag": (["--epoch", "3"], "unknown flag --epoch; did you mean '--epochs'"),
+    "workers": (["-j", "-1"], "--workers must be at least 0, got -1"),
     "batch": (["-b", "64"], "--batch-size 64 is larger than the dataset"),
     "classes": (["--num-classes", "2"], "--num-classes 2 is too small: the data have 3 classes"),
     "folder": (["--data-dir", "/nowhere"], "data folder '/nowhere' does not exist"),
@@ -68,8 +69,21 @@ def test_initial_checkpoint_must_fit(
     assert "is a checkpoint of 'test_byobnet'" in capsys.readouterr().err
 
 
-class Foreign:
-    """A class that a checkpoint of others may hold."""
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["-b", "0"], "--batch-size must be at least 1, got 0"),
+        (["-j", "-1"], "--workers must be at least 0, got -1"),
+        (["--pretrained"], "--pretrained asks for the published weights and --checkpoint for others"),
+    ],
+)
+def test_mistakes_are_refused_in_validation(
+    trained: Path, data: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    assert validate_main([str(data), "--checkpoint", str(trained / "last.pth.tar"), *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
 
 
 def test_images_too_small_for_the_model_are_refused_before_training(
@@ -77,6 +91,10 @@ def test_images_too_small_for_the_model_are_refused_before_training(
 ) -> None:
     assert train("--model", "soft_tiny", "--img-size", "16") == 2
     assert "the model cannot take images of 3 x 16 x 16: images must be at least 32 x 32" in capsys.readouterr().err
+
+
+class Foreign:
+    """A class that a checkpoint of others may hold."""
 
 
 def test_files_that_run_code_are_refused(

@@ -136,6 +136,17 @@ def test_other_checkpoints_are_refused_on_resume(
     assert "was trained on other classes; not in both: d, c" in capsys.readouterr().err
 
 
+def test_checkpoint_of_a_later_version_is_refused(
+    trained: Path, train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later = load(trained / "last.pth.tar")
+    later["soft_models"].update(format=99, position="of another kind")
+    (tmp_path / "run").mkdir()
+    torch.save(later, tmp_path / "run" / "last.pth.tar")
+    assert train("--resume", "auto") == 2
+    assert "the checkpoint has format 99, this version reads up to 1; update" in capsys.readouterr().err
+
+
 def test_earlier_run_is_not_overwritten(trained: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train_main([str(data), *BASE, "--output", str(trained.parent), "--experiment", "run"]) == 2
     assert "holds an earlier run: continue it with --resume auto" in capsys.readouterr().err

@@ -204,11 +204,25 @@ def test_training_without_validation_ranks_by_training_loss(train: Callable[...,
 
 
 def test_only_the_best_numbered_checkpoints_are_kept(train: Callable[..., int], tmp_path: Path) -> None:
-    assert train("--epochs", "4", "--checkpoint-hist", "2", "--eval-metric", "loss", "--val-interval", "1") == 0
+    assert train("--epochs", "4", "--checkpoint-hist", "2", "--eval-metric", "loss") == 0
     losses = sorted((float(row["eval_loss"]), int(row["epoch"])) for row in rows(tmp_path / "run"))
     kept = {f"checkpoint-{epoch}.pth.tar" for _, epoch in losses[:2]}
     assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == kept
     assert load(tmp_path / "run" / "model_best.pth.tar")["metric"] == losses[0][0]
+
+
+def test_epochs_between_validations_are_not_ranked(train: Callable[..., int], tmp_path: Path) -> None:
+    assert train("--epochs", "3", "--val-interval", "2") == 0
+    assert [bool(row["eval_top1"]) for row in rows(tmp_path / "run")] == [False, True, True]
+
+
+def test_start_epoch_and_fresh_optimizer(train: Callable[..., int], trained: Path, tmp_path: Path) -> None:
+    path = str(trained / "last.pth.tar")
+    options = ["--epochs", "4", "--start-epoch", "3", "--no-resume-opt", "--mixup", "0.2", "--mixup-off-epoch", "3"]
+    assert train("--resume", path, *options) == 0
+    assert [row["epoch"] for row in rows(tmp_path / "run")] == ["0", "1", "3"]
+    steps = {int(state["step"]) for state in load(tmp_path / "run" / "last.pth.tar")["optimizer"]["state"].values()}
+    assert steps == {4}, "the optimizer must have begun anew"
 
 
 def test_accumulated_steps_equal_a_larger_batch(train: Callable[..., int], tmp_path: Path) -> None:

@@ -8,19 +8,9 @@ from naive import naive_average_pool, naive_gaussian, naive_released_newton, nai
 from torch import Tensor
 from torch.testing import assert_close
 
-from soft_models.attention import soft
-from soft_models.attention.soft import (
-    Landmarks,
-    SoftAttention,
-    add_ridge,
-    gaussian_kernel,
-    halved_scale,
-    newton_schulz_pinv,
-    ridge_scale,
-    soft_attention,
-    soft_inverse_apply,
-    solve_spd,
-)
+from soft_models.attention import inverse
+from soft_models.attention.inverse import add_ridge, halved_scale, newton_schulz_pinv, ridge_scale, solve_spd
+from soft_models.attention.soft import Landmarks, SoftAttention, gaussian_kernel, soft_attention, soft_inverse_apply
 
 EYE = torch.eye(49)
 
@@ -116,7 +106,7 @@ SOLVED = {"well": lambda: kernel_of(1.5), "ill": lambda: kernel_of(0.05), "all o
 @pytest.mark.parametrize("exporting", [False, True])
 @pytest.mark.parametrize("case", sorted(SOLVED))
 def test_solve_is_the_inverse_for_any_kernel(case: str, exporting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soft, "is_exporting", lambda: exporting)  # then by Newton steps
+    monkeypatch.setattr(inverse, "is_exporting", lambda: exporting)  # then by Newton steps
     kernel, x = add_ridge(SOLVED[case]()), torch.randn(1, 1, 49, 32)
     found, exact = solve_spd(kernel, x), torch.linalg.solve(kernel.double(), x.double())
     # The condition number is up to 4,901: so many times 6e-8 is what float32 input leaves.
@@ -132,7 +122,7 @@ def test_solve_hides_no_broken_kernel(value: float) -> None:
 
 
 def test_exported_solve_has_converged_with_many_landmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soft, "is_exporting", lambda: True)
+    monkeypatch.setattr(inverse, "is_exporting", lambda: True)
     kernel, x = add_ridge(torch.ones(1, 1, 400, 400, dtype=torch.float64)), torch.randn(1, 1, 400, 2).double()
     assert_close(solve_spd(kernel, x, gradient_steps=0), torch.linalg.solve(kernel, x), rtol=1e-5, atol=1e-5)
 
@@ -228,20 +218,3 @@ def test_local_convolution_sees_the_pixels_alone() -> None:
     local = attn.local(attn.v(x[:, 1:]), (3, 4)) @ attn.proj.weight.T
     assert_close(added[:, 1:], local)
     assert_close(added[:, 0], torch.zeros(2, 8))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_heads": 3}, "divisible by num_heads"),
-        ({"landmarks": "average"}, "choose 'avg' or 'conv'"),
-        ({"landmark_grid": 0}, "landmark_grid must be positive"),
-        ({"sr_ratio": 0}, "sr_ratio must be at least 1"),
-        ({"inverse": "cholesky"}, "choose 'newton' or 'solve'"),
-        ({"newton_iters": 1}, "newton_iters must be at least 2"),
-        ({"local_kernel": 4}, "local_kernel must be odd"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SoftAttention(8, **({"num_heads": 2} | options))

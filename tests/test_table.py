@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from contract import family_names, registered_names
+from contract import family_names
 
 from soft_models import __main__ as command
+from soft_models.registry import registered_names
 from soft_models.table import MARKERS, Row, describe, markdown, replace_table
 
 ROOT = Path(__file__).parent.parent

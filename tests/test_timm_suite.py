@@ -3,8 +3,10 @@
 import pytest
 import timm
 import torch
-from contract import family_names, registered_names
+from contract import family_names
 from timm_suite import CHECKS, ONLY_CALLED, excused, returns_tokens, run_check
+
+from soft_models.registry import registered_names
 
 FAST = family_names()
 

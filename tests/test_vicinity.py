@@ -136,9 +136,8 @@ def test_long_sequences_in_half_precision_match_float32(dtype: torch.dtype, clam
     assert error < 0.02, f"relative error {error:.3f}"
 
 
-@pytest.mark.parametrize("clamp", [True, False])
-def test_compiles_exports_and_scripts_with_equal_outputs(clamp: bool) -> None:
-    attn = VicinityAttention(32, num_heads=4, clamp=clamp).eval()
+def test_without_limits_compiles_exports_and_scripts_with_equal_outputs() -> None:
+    attn = VicinityAttention(32, num_heads=4, clamp=False).eval()
     x = torch.randn(2, 48, 32)
     torch.testing.assert_close(torch.compile(attn, fullgraph=True, backend="eager")(x, (6, 8)), attn(x, (6, 8)))
     shapes = {"x": {0: torch.export.Dim("batch", min=1, max=8)}, "feat_size": (None, None)}
@@ -150,16 +149,6 @@ def test_compiles_exports_and_scripts_with_equal_outputs(clamp: bool) -> None:
         x = torch.randn(batch, 48, 32)
         torch.testing.assert_close(exported(x, (6, 8)), attn(x, (6, 8)))
         torch.testing.assert_close(scripted(x, (6, 8)), attn(x, (6, 8)))
-
-
-def test_autocast_returns_its_dtype_and_stays_close() -> None:
-    attn = VicinityAttention(32, num_heads=2)
-    x = torch.randn(2, 48, 32)
-    expected = attn(x, (6, 8))
-    with torch.autocast("cpu", torch.bfloat16):
-        out = attn(x, (6, 8))
-    assert out.dtype == torch.bfloat16
-    assert (out - expected).norm() / expected.norm() < 0.02
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:

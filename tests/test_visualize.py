@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from soft_models import visualize
-from soft_models.training.errors import UsageError
+from soft_models.errors import UsageError
 from soft_models.visualize import attention_layers, attention_maps, main
 
 SIZE = (70, 54)  # width and height in pixels: different, and no multiples of a stride
@@ -119,7 +119,7 @@ def test_checkpoint_of_a_training_run_names_its_model(photo: Path, tmp_path: Pat
     model = timm.create_model("soft_tiny", num_classes=3, img_size=32)
     args = {"model": "soft_tiny", "num_classes": 3, "model_kwargs": {"img_size": 32}}
     torch.save({"arch": "soft_tiny", "args": args, "state_dict": model.state_dict()}, tmp_path / "own.pth.tar")
-    name, loaded, _ = visualize.load_model("", str(tmp_path / "own.pth.tar"))
+    name, loaded, *_ = visualize.load_model("", str(tmp_path / "own.pth.tar"))
     assert name == "soft_tiny"
     image = torch.randn(1, 3, 64, 64)
     for a, b in zip(*(attention_maps(m, image, [(9, 9)]) for m in (model, loaded)), strict=True):
@@ -164,6 +164,12 @@ def test_file_that_is_no_image_is_one_line(tmp_path: Path, capfd: pytest.Capture
     (tmp_path / "notes.png").write_text("no image")
     assert main([str(tmp_path / "notes.png")]) == 2
     assert "cannot read the image" in capfd.readouterr().err
+
+
+def test_photographs_are_read_as_in_training(tmp_path: Path) -> None:
+    values = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
+    Image.fromarray(values).save(tmp_path / "deep.png")
+    assert np.array_equal(np.asarray(visualize.load_photo(str(tmp_path / "deep.png")))[..., 0], values >> 8)
 
 
 def test_photographs_of_skimage_by_name() -> None:

@@ -189,7 +189,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run timm's ``test_models.py`` on our names; returns pytest's exit status, or 1 where the suite cannot be had."""
-    from contract import registered_names
+    from soft_models.registry import registered_names
 
     parser = argparse.ArgumentParser(description="Run timm's own tests of models against our names.")
     parser.add_argument("names", nargs="*", help="registered names; all of ours when left out")

@@ -22,7 +22,8 @@ from soft_models.checkpoints.convert import (
     native_weights,
     strip_prefixes,
 )
-from soft_models.checkpoints.files import CheckpointError, find_weights, read_checkpoint, some_of
+from soft_models.checkpoints.files import find_weights, read_checkpoint
+from soft_models.errors import CheckpointError, some_of
 
 _logger = logging.getLogger("soft_models.checkpoints")
 
@@ -64,7 +65,10 @@ def convert(args: argparse.Namespace) -> None:
     weights = native_weights(found)
     names = [args.model] if args.model else matching_names(weights)
     if not names:
-        raise CheckpointError(f"{args.source} fits no model of ours (it has {some_of(weights)}); see --model")
+        raise CheckpointError(
+            f"{args.source} fits no model of ours (it has {some_of(weights)}): --model NAME says what is amiss. "
+            "Files of timm's ViT and DeiT need no conversion, train.py --pretrained-path takes them"
+        )
     check_name(names[0], weights)
     used = len(strip_prefixes(found))
     _logger.info("matched: %d of %d tensors, as %d of %s", used, len(found), len(weights), " or ".join(names))
@@ -105,6 +109,4 @@ def write(weights: dict[str, Tensor], target: Path) -> None:
 
 
 if __name__ == "__main__":
-    import soft_models  # noqa: F401  (registers the names)
-
     sys.exit(main())

@@ -11,8 +11,9 @@ import timm
 from timm.layers import resample_abs_pos_embed_nhwc
 from torch import Tensor, nn
 
-from soft_models.checkpoints.files import CheckpointError, find_weights, some_of
+from soft_models.checkpoints.files import find_weights
 from soft_models.checkpoints.renames import RENAMES, rename
+from soft_models.errors import CheckpointError, some_of
 from soft_models.registry import registered_names
 
 __all__ = ["LoadsOfficialWeights", "check_fit", "checkpoint_filter_fn", "convert_state_dict", "matching_names"]

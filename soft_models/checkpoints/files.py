@@ -11,20 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-__all__ = ["EMA_KEYS", "RAW_KEYS", "CheckpointError", "find_weights", "read_checkpoint", "some_of"]
+from soft_models.errors import CheckpointError, some_of
+
+__all__ = ["EMA_KEYS", "RAW_KEYS", "find_weights", "read_checkpoint"]
 
 EMA_KEYS = ("state_dict_ema", "model_ema")
 RAW_KEYS = ("state_dict", "model")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read, or does not fit the model; the message is one line that says what to change."""
-
-
-def some_of(names: Any, limit: int = 4) -> str:
-    """Names as a list in words, cut after ``limit``."""
-    names = list(names)
-    return ", ".join(map(str, names[:limit])) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def read_checkpoint(path: str | Path, weights_only: bool = True) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from timm.models import get_pretrained_cfg, is_model
 from torch import Tensor
 
 from soft_models.checkpoints.convert import check_fit, free_names, head_names, strip_prefixes
-from soft_models.checkpoints.files import CheckpointError, find_weights
+from soft_models.checkpoints.files import find_weights
+from soft_models.errors import CheckpointError
 from soft_models.registry import is_ours
 
 if TYPE_CHECKING:

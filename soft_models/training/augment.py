@@ -7,9 +7,10 @@ from timm.data import Mixup
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
+from soft_models.errors import UsageError
+
 from .config import TrainConfig
 from .data import Batch
-from .errors import UsageError
 
 
 class BatchTransform:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 
 import yaml
 
-from .errors import UsageError, suggestion
+from soft_models.errors import UsageError, suggestion
 
 ConfigT = TypeVar("ConfigT")
 
@@ -43,6 +43,8 @@ def cast(value: Any, hint: Any, name: str) -> Any:
         return value
     if origin is tuple:
         items = value if isinstance(value, list | tuple) else [value]
+        if Ellipsis not in args and len(items) != len(args):
+            raise UsageError(f"{name} takes {len(args)} values, got {len(items)}")
         return tuple(cast(item, args[0], name) for item in items)
     if origin is dict:
         return _cast_dict(value, name)

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Literal
 
 import yaml
 
+from soft_models.errors import UsageError
+
 from .cli import load_yaml
 
 AmpDtype = Literal["float16", "bfloat16"]
@@ -102,7 +104,7 @@ class TrainConfig(DataConfig):
 
     # Data.
     train_split: str = "train"  # folder or split to train on
-    val_split: str = "validation"  # folder or split to validate on; also finds val and valid; '' for none
+    val_split: str = "validation"  # folder or split to validate on, also by another name such as val; '' for none
     # Weights to start from.
     pretrained: bool = False  # start from the model's published weights
     pretrained_path: str = ""  # weights to fine-tune: head and input channels are adapted
@@ -158,8 +160,8 @@ class TrainConfig(DataConfig):
     # Augmentation and regularisation.
     no_aug: bool = False  # resize and centre crop only
     train_crop_mode: Literal["rrc", "rkrc", "rkrr"] | None = None  # training crop
-    scale: tuple[float, ...] = (0.08, 1.0)  # area of the training crop, as a fraction
-    ratio: tuple[float, ...] = (3 / 4, 4 / 3)  # aspect ratio of the training crop
+    scale: tuple[float, float] = (0.08, 1.0)  # least and largest area of the training crop, as fractions
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)  # least and largest aspect ratio of the training crop
     hflip: float = 0.5  # probability
     vflip: float = 0.0  # probability
     color_jitter: float | None = 0.4  # strength; ignored with --aa unless that says otherwise
@@ -176,7 +178,7 @@ class TrainConfig(DataConfig):
     recount: int = 1  # most areas erased per image
     mixup: float = 0.0  # alpha of mixup, 0 for none
     cutmix: float = 0.0  # alpha of cutmix, 0 for none
-    cutmix_minmax: tuple[float, ...] | None = None  # smallest and largest side of the cut, as fractions
+    cutmix_minmax: tuple[float, float] | None = None  # smallest and largest side of the cut, as fractions
     mixup_prob: float = 1.0  # probability of mixing at all
     mixup_switch_prob: float = 0.5  # probability of cutmix where both are on
     mixup_mode: Literal["batch", "pair", "elem"] = "batch"  # what shares one draw
@@ -221,20 +223,18 @@ class TrainedConfig(ModelConfig):
 class ValidateConfig(TrainedConfig, DataConfig):
     """Options of a validation."""
 
-    split: str = "validation"  # folder or split; also finds val and valid
+    split: str = "validation"  # folder or split, also by another name such as val
 
 
-@dataclass(frozen=True, kw_only=True)
-class PredictConfig(TrainedConfig):
-    """Options of a prediction."""
+def check_counts(cfg: ModelConfig, minimum: int, *names: str) -> None:
+    """Refuse options that are below ``minimum``.
 
-    images: tuple[str, ...] = ()  # image files, and folders of them
-    class_map: str = ""  # text file with one class name per line, in label order; by default the checkpoint's classes
-    topk: int = 5  # classes named for each image
-    batch_size: int = 32  # images per step
-    workers: int = 0  # loader processes; 0 loads in the main one
-
-    POSITIONAL: ClassVar[str] = "images"
+    Raises:
+        UsageError: One is.
+    """
+    for name in names:
+        if getattr(cfg, name) < minimum:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {minimum}, got {getattr(cfg, name)}")
 
 
 def load_config(path: str | Path) -> TrainConfig:

@@ -11,10 +11,9 @@ from timm.data import create_transform
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from soft_models.checkpoints import some_of
+from soft_models.errors import UsageError, some_of
 
 from .config import ModelConfig, TrainConfig
-from .errors import UsageError
 from .images import asks_to_be_turned
 from .runtime import Runtime
 from .sampling import Draw, EvalBatches, TrainBatches, seed_host

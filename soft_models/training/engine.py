@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from soft_models.errors import RunStopped, UsageError
+
 from .augment import BatchTransform
 from .data import Batch, ImageReport
-from .errors import RunStopped, UsageError
 from .learner import Learner
 from .progress import Progress
 from .runtime import Runtime

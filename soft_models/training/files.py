@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from .errors import RunStopped, UsageError
+from soft_models.errors import RunStopped, UsageError
 
 try:
     import fcntl

@@ -1,5 +1,6 @@
 """Image folders: where a split lies, which images and classes it holds, and what is wrong with it."""
 
+import itertools
 import logging
 import os
 from collections.abc import Sequence
@@ -9,13 +10,12 @@ from pathlib import Path
 from timm.data import get_img_extensions
 from timm.utils import natural_key
 
-from soft_models.checkpoints import some_of
-
-from .errors import UsageError, suggestion
+from soft_models.errors import UsageError, some_of, suggestion
 
 _logger = logging.getLogger(__name__)
 
 SYNONYMS = (("train", "training"), ("validation", "val", "valid", "eval", "evaluation"))
+SPLITS = (*itertools.chain.from_iterable(SYNONYMS), "test")
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class FolderScan:
         return sorted({name for _, name in self.images}, key=natural_key)
 
 
-def find_split(root: str | Path, split: str) -> Path:
-    """Folder of a split in ``root``; validation may also be called val or valid.
+def find_split(root: str | Path, split: str, flag: str) -> Path:
+    """Folder of a split in ``root``, by its name or one of its ``SYNONYMS``; ``flag`` is what names it, for messages.
 
     Raises:
         UsageError: No such folder, or no such split in it.
@@ -48,7 +48,7 @@ def find_split(root: str | Path, split: str) -> Path:
             return base / name
     present = sorted(path.name for path in base.iterdir() if path.is_dir())
     tried = " or ".join(repr(name) for name in dict.fromkeys((split, *alike)))
-    raise UsageError(f"no folder {tried} in {root}, which holds {some_of(present) or 'no folders'}")
+    raise UsageError(f"no folder {tried} in {root}, which holds {some_of(present) or 'no folders'}; choose with {flag}")
 
 
 def scan_folder(root: Path) -> FolderScan:

@@ -18,8 +18,9 @@ from timm.utils import ModelEmaV3, dispatch_clip_grad
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from soft_models.errors import UsageError
+
 from .config import TrainConfig
-from .errors import UsageError
 from .runtime import Runtime, build_autocast
 
 _logger = logging.getLogger(__name__)

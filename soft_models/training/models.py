@@ -11,17 +11,17 @@ from timm.models import get_pretrained_cfg, is_model
 from timm.optim import list_optimizers
 from torch import nn
 
-from soft_models.checkpoints import read_checkpoint, some_of
+from soft_models.checkpoints import read_checkpoint
+from soft_models.checkpoints.convert import head_names
+from soft_models.errors import UsageError, some_of, suggestion
 from soft_models.registry import is_ours
 
 from .config import EVAL_METRICS, ModelConfig, TrainConfig
-from .errors import UsageError, suggestion
-from .weights import OURS, check_architecture, choose_weights, load_exactly
+from .weights import check_architecture, choose_weights, load_exactly, stored_extras
 
 _logger = logging.getLogger(__name__)
 
 SCHEDULERS = ("cosine", "tanh", "step", "multistep", "plateau", "poly", "constant", "wsd", "rsqrt", "none")
-IMG_MEAN_RULE = "one value, or one for each of the image channels"
 
 
 def check_model_name(name: str) -> None:
@@ -139,7 +139,7 @@ def _adapt_weights(cfg: TrainConfig, arguments: Mapping[str, Any], rates: Mappin
         model = create_model(cfg.model, arguments, **rates)
         key, weights = choose_weights(checkpoint, None, path)
         own, new = model.state_dict(), []
-        for name in (f"{head}.{kind}" for head in _names(model.pretrained_cfg.get("classifier")) for kind in _KINDS):
+        for name in sorted(head_names(model), reverse=True):
             if name in own and (name not in weights or weights[name].shape != own[name].shape):
                 weights[name] = own[name]
                 new.append(name)
@@ -148,13 +148,6 @@ def _adapt_weights(cfg: TrainConfig, arguments: Mapping[str, Any], rates: Mappin
     model = create_model(cfg.model, arguments, pretrained=True, pretrained_cfg_overlay=overlay, **rates)
     model.pretrained_cfg.pop("state_dict", None)  # or every copy of the model would carry the weights along
     return model
-
-
-_KINDS = ("weight", "bias")
-
-
-def _names(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else list(value or ())
 
 
 def _scale_head(cfg: TrainConfig, model: Any) -> None:
@@ -187,7 +180,7 @@ def input_config(
         given["input_size"] = (in_chans, *size)
     for name in ("mean", "std"):
         if given.get(name) and len(given[name]) not in (1, in_chans):
-            raise UsageError(f"--{name} takes {IMG_MEAN_RULE} ({in_chans}), got {list(given[name])}")
+            raise UsageError(f"--{name} takes one value or one per image channel ({in_chans}), got {list(given[name])}")
     own = dict(getattr(model, "pretrained_cfg", {}))
     resolved = resolve_data_config({**given, "in_chans": in_chans}, pretrained_cfg=own, use_test_size=use_test_size)
     resolved["input_size"] = (in_chans, *resolved["input_size"][1:])
@@ -224,7 +217,7 @@ def model_channels(model: nn.Module, cfg: ModelConfig) -> int:
 
 def rebuild_arguments(checkpoint: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Constructor arguments of a checkpoint's model; names of files in them are left out, and never followed."""
-    stored = (checkpoint.get(OURS) or {}).get("model_args")
+    stored = stored_extras(checkpoint).get("model_args")
     if stored is None:
         stored = {
             "num_classes": options.get("num_classes"),

@@ -4,9 +4,10 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .config import TrainConfig
+from soft_models.errors import UsageError
+
+from .config import TrainConfig, check_counts
 from .data import check_batch_size
-from .errors import UsageError
 from .learner import global_rate
 from .models import check_names
 from .resume import check_resume, find_resume
@@ -35,9 +36,8 @@ def make_plan(cfg: TrainConfig, runtime: Runtime) -> Plan:
         UsageError: Something does not fit.
     """
     check_names(cfg)
-    for name in ("epochs", "grad_accum_steps", "checkpoint_hist", "val_interval", "batch_size"):
-        if getattr(cfg, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(cfg, name)}")
+    check_counts(cfg, 1, "epochs", "grad_accum_steps", "checkpoint_hist", "val_interval", "batch_size", "log_interval")
+    check_counts(cfg, 0, "workers")
     splits = open_train_splits(cfg)
     check_batch_size(len(splits[0].source), cfg.batch_size, runtime.world_size, splits[0].name)
     cfg = replace(cfg, num_classes=head_classes(cfg, splits[0].classes), lr=global_rate(cfg, runtime.world_size))

@@ -5,16 +5,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from soft_models.checkpoints import read_checkpoint, some_of
+from soft_models.checkpoints import read_checkpoint
+from soft_models.checkpoints.files import EMA_KEYS
+from soft_models.errors import UsageError, some_of
 
 from .config import TrainConfig
 from .engine import Position
-from .errors import UsageError
 from .learner import Learner
 from .runtime import Runtime
 from .saver import LAST, recovery_files
 from .weights import (
-    OURS,
     Checkpoint,
     check_architecture,
     choose_weights,
@@ -65,7 +65,7 @@ def check_resume(checkpoint: Checkpoint, cfg: TrainConfig, classes: tuple[str, .
 
 def stored_position(checkpoint: Checkpoint) -> Position:
     """Where a checkpoint's run is; that of timm's files is the epoch after theirs."""
-    stored = (checkpoint.get(OURS) or {}).get("position")
+    stored = stored_extras(checkpoint).get("position")
     if stored is None:
         epoch = checkpoint.get("epoch", -1)
         return Position(epoch=epoch + 1 if checkpoint.get("version", 1) > 1 else max(epoch, 0))
@@ -110,7 +110,7 @@ def restore(
 def _restore_ema(learner: Learner, checkpoint: Checkpoint, path: Path) -> None:
     if learner.ema is None:
         return
-    if checkpoint.get("state_dict_ema") is None and checkpoint.get("model_ema") is None:
+    if all(checkpoint.get(key) is None for key in EMA_KEYS):
         learner.ema.set(learner.model)
         _logger.warning("%s has no averaged weights: the average starts from its weights", path)
         return

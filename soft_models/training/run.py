@@ -146,7 +146,10 @@ def after_update(run: Run) -> bool:
 def stop_run(run: Run) -> int:
     """Save the position and return the exit code of the signal."""
     path = save_recovery(run)
-    _logger.warning("stopped in epoch %d; --resume auto goes on from %s", run.position.epoch, path)
+    _logger.warning(
+        "stopped in epoch %d; --experiment %s --resume auto goes on from %s",
+        run.position.epoch, run.folder.name, path,
+    )  # fmt: skip
     return 128 + (run.stop.number or int(signal.SIGTERM))
 
 

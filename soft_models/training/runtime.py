@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from timm.utils import init_distributed_device
 
+from soft_models.errors import UsageError
+
 from .config import ModelConfig
-from .errors import UsageError
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -102,12 +103,12 @@ def running(cfg: ModelConfig) -> Iterator[Runtime]:
 
 
 def import_modules(names: tuple[str, ...]) -> None:
-    """Import ``soft_models`` and what --device-modules names, which registers their models with timm.
+    """Import what --device-modules names, which may register models with timm.
 
     Raises:
         UsageError: A module is missing.
     """
-    for name in ("soft_models", *names):
+    for name in names:
         try:
             importlib.import_module(name)
         except ImportError as error:

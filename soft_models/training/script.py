@@ -6,8 +6,7 @@ import sys
 from collections.abc import Callable
 
 from soft_models.checkpoints import CheckpointError
-
-from .errors import RunStopped, UsageError
+from soft_models.errors import RunStopped, UsageError
 
 _logger = logging.getLogger(__name__)
 

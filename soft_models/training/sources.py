@@ -12,11 +12,10 @@ from PIL import Image
 from timm.data import create_dataset
 from torch.utils.data import IterableDataset
 
-from soft_models.checkpoints import some_of
+from soft_models.errors import UsageError, some_of
 
 from .config import DataConfig, TrainConfig, ValidateConfig
-from .errors import UsageError
-from .folders import FolderScan, find_split, label_images, read_class_map, scan_folder
+from .folders import SPLITS, FolderScan, find_split, label_images, read_class_map, scan_folder
 from .images import read_image
 
 _logger = logging.getLogger(__name__)
@@ -92,7 +91,7 @@ def open_train_splits(cfg: TrainConfig) -> tuple[Split, Split | None]:
     if cfg.dataset:
         train = _open_named(cfg, cfg.train_split, is_training=True)
         return train, _open_named(cfg, cfg.val_split, is_training=False) if cfg.val_split else None
-    folder = find_split(cfg.data_dir, cfg.train_split)
+    folder = find_split(cfg.data_dir, cfg.train_split, "--train-split")
     held_out = _find_val(cfg, folder)
     scan = scan_folder(folder)
     classes = read_class_map(cfg.class_map) if cfg.class_map else scan.classes
@@ -106,9 +105,9 @@ def _find_val(cfg: TrainConfig, train_folder: Path) -> Path | None:
     if not cfg.val_split:
         return None
     try:
-        folder = find_split(cfg.data_dir, cfg.val_split)
+        folder = find_split(cfg.data_dir, cfg.val_split, "--val-split")
     except UsageError as error:
-        raise UsageError(f"{error}; name one with --val-split, or train without validation: --val-split ''") from None
+        raise UsageError(f"{error}, or train without validation: --val-split ''") from None
     if folder.samefile(train_folder):
         raise UsageError(f"--val-split {cfg.val_split!r} is the training split; validation needs other images")
     return folder
@@ -133,16 +132,15 @@ def open_eval_split(cfg: ValidateConfig, classes: Sequence[str] | None) -> Split
 def _eval_folder(cfg: ValidateConfig) -> Path:
     """The split's folder; a ``data_dir`` without any split is taken for the split itself."""
     root = Path(cfg.data_dir)
-    known = ("train", "training", "test", "validation", "val", "valid")
-    if root.is_dir() and not any((root / name).is_dir() for name in (cfg.split, *known)):
+    if root.is_dir() and not any((root / name).is_dir() for name in (cfg.split, *SPLITS)):
         _logger.info("%s has no split folders, its own class folders are validated", root)
         return root
-    return find_split(root, cfg.split)
+    return find_split(root, cfg.split, "--split")
 
 
 def _train_classes(cfg: ValidateConfig) -> list[str] | None:
     try:
-        return scan_folder(find_split(cfg.data_dir, "train")).classes
+        return scan_folder(find_split(cfg.data_dir, "train", "--data-dir")).classes
     except UsageError:
         return None
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from soft_models.checkpoints import read_checkpoint
+from soft_models.errors import UsageError
 
-from .config import TrainedConfig
+from .config import TrainedConfig, check_counts
 from .data import image_mode
-from .errors import UsageError
 from .models import (
     check_input,
     check_model_name,
@@ -47,6 +47,10 @@ def read_stored(cfg: TrainedT) -> tuple[TrainedT, Stored]:
     Raises:
         UsageError: Neither checkpoint nor model is given, the checkpoint cannot be used, or timm knows no such model.
     """
+    check_counts(cfg, 1, "batch_size", "log_interval")
+    check_counts(cfg, 0, "workers")
+    if cfg.checkpoint and cfg.pretrained:
+        raise UsageError("--pretrained asks for the published weights and --checkpoint for others: give one of them")
     if not cfg.checkpoint:
         if not cfg.model:
             raise UsageError("no model: give --checkpoint, or --model for published weights")

@@ -17,12 +17,14 @@ from typing import Any
 
 from torch import nn
 
+from soft_models.checkpoints.files import EMA_KEYS, RAW_KEYS
+from soft_models.errors import RunStopped, UsageError
+
 from .augment import BatchTransform
 from .cli import parse_config
 from .config import ValidateConfig
 from .data import ImageReport, ImageSamples, build_loader, eval_transform
 from .engine import EvalResult, evaluate
-from .errors import RunStopped, UsageError
 from .files import make_folder, write_results
 from .runtime import Runtime, build_autocast, running
 from .sampling import EvalBatches
@@ -100,12 +102,10 @@ def summary(
     cfg: ValidateConfig, stored: Stored, model: nn.Module, result: EvalResult, data_config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The result as it is printed, with timm's names."""
-    weights = stored.key or ("file" if stored.weights is not None else "pretrained")
+    key, kinds = stored.key.rpartition(".")[2], dict.fromkeys(EMA_KEYS, "ema") | dict.fromkeys(RAW_KEYS, "raw")
     return {
         "model": cfg.model,
-        "weights": {"state_dict_ema": "ema", "model_ema": "ema", "state_dict": "raw", "model": "raw"}.get(
-            weights, weights
-        ),
+        "weights": "pretrained" if stored.weights is None else kinds.get(key, "file"),
         "loss": result.loss,
         "top1": result.top1,
         "top1_err": 100 - result.top1,

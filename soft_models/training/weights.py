@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from timm.models import clean_state_dict
 
-from soft_models.checkpoints import CheckpointError, LoadsOfficialWeights, check_fit, find_weights
-
-from .errors import UsageError
+from soft_models.checkpoints import LoadsOfficialWeights, check_fit, find_weights
+from soft_models.checkpoints.files import EMA_KEYS
+from soft_models.errors import CheckpointError, UsageError
 
 OURS = "soft_models"
 FORMAT = 1
@@ -28,8 +28,8 @@ def choose_weights(checkpoint: Checkpoint, use_ema: bool | None, path: str | Pat
     Raises:
         UsageError: The weights asked for are not there.
     """
-    if use_ema is None and checkpoint.get(OURS):
-        use_ema = checkpoint[OURS].get("ranked") == "state_dict_ema"
+    if use_ema is None and (extras := stored_extras(checkpoint)):
+        use_ema = extras.get("ranked") in EMA_KEYS
     try:
         key, weights = find_weights(checkpoint, use_ema)
     except CheckpointError as error:
@@ -74,7 +74,7 @@ def stored_options(checkpoint: Checkpoint) -> dict[str, Any]:
     return dict(args) if isinstance(args, Mapping) else dict(vars(args))
 
 
-def stored_extras(checkpoint: Checkpoint) -> dict[str, Any]:
+def stored_extras(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """What our training stored beyond timm's keys; empty for files of others.
 
     Raises:

@@ -12,8 +12,8 @@ from soft_models.checkpoints import checkpoint_filter_fn, find_weights, read_che
 __all__ = ["build_variant"]
 
 NO_WEIGHTS = (
-    "no weights come with {variant}; download a file of the authors (the README says which fits which name) and load "
-    "it with timm.create_model('{variant}', pretrained=True, pretrained_cfg_overlay=dict(file='the_file.pth'))"
+    "no weights come with {variant}; name a file with timm.create_model('{variant}', pretrained=True, "
+    "pretrained_cfg_overlay=dict(file='the_file.pth')): one that train.py wrote, or one that the README says fits"
 )
 SOURCES = ("state_dict", "file", "hf_hub_id", "url")
 _logger = logging.getLogger(__name__)

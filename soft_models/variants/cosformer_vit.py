@@ -1,4 +1,4 @@
-"""cosFormer-ViT: plain vision transformers with cosFormer attention, and their start from timm's ViT checkpoints."""
+"""cosFormer-ViT, plain vision transformers with cosFormer attention: architectures, configurations, entry points."""
 
 from functools import partial
 from typing import Any

@@ -9,9 +9,9 @@ from soft_models.variants.build import build_variant
 from soft_models.variants.soft import VARIANTS as SOFT_VARIANTS
 from soft_models.variants.soft import soft_cfg
 
-ATTENTIONS = ("softmax", "linformer", "performer", "nystromformer", "cosformer", "cosformer2d", "vicinity")
+OTHERS = ("softmax", "linformer", "performer", "nystromformer", "cosformer", "cosformer2d", "vicinity")
 VARIANTS: dict[str, dict[str, Any]] = {
-    f"pyramid_tiny_{attention}": SOFT_VARIANTS["soft_tiny"] | {"attention": attention} for attention in ATTENTIONS
+    f"pyramid_tiny_{attention}": SOFT_VARIANTS["soft_tiny"] | {"attention": attention} for attention in OTHERS
 }
 
 default_cfgs = generate_default_cfgs({name: soft_cfg() for name in VARIANTS})
