@@ -48,7 +48,7 @@ demo: $(VENV)/.installed-demo ## train SOFT on handwritten digits and test it (8
 	@echo "TensorBoard log: $(RUN), shown by: $(PY) -m tensorboard.main --logdir $(RUN)"
 
 detection: $(VENV)/.installed-downstream $(RUN)/model_best.pth.tar ## train Mask R-CNN on scenes of digits, from the demo's classifier (5 minutes)
-segmentation: $(VENV)/.installed-downstream $(RUN)/model_best.pth.tar ## the same with UPerNet (15 minutes)
+segmentation: $(VENV)/.installed-downstream $(RUN)/model_best.pth.tar ## the same with UPerNet (13 minutes)
 detection segmentation:
 	$(PY) -m examples.$@ --data $(DATA) --output output/$@ --checkpoint $(RUN)/model_best.pth.tar
 
@@ -90,7 +90,7 @@ compare: $(VENV)/.installed-plots ## every attention in one body: speed and memo
 compare-accuracy: $(VENV)/.installed-plots $(VENV)/.installed-demo ## the same on the digits, three seeds each (75 minutes)
 	$(PY) -m benchmarks.attention --accuracy
 
-bench: $(VENV)/.installed-test ## speed and memory against timm's models (15 minutes; run nothing else)
+bench: $(VENV)/.installed-test ## speed and memory against timm's models (20 minutes; run nothing else)
 	$(PY) -m benchmarks.speed
 
 clean: ## remove caches and build leftovers; data, runs and the environment stay

@@ -1,6 +1,6 @@
 """Speed and memory against timm's models, every row in one run, ours and the peer taking turns.
 
-    python -m benchmarks.speed                             every row, about twelve minutes on 2 CPU cores
+    python -m benchmarks.speed                             every row, about 20 minutes on 2 CPU cores
     python -m benchmarks.speed --rows "cosformer|vvt"      rows whose name matches
     python -m benchmarks.speed --output table.md           write the table as well
 
@@ -239,6 +239,7 @@ ROWS = (
     Row(f"{OURS} inference 224, batch 8, inverse='solve' over 'newton'", inverses(inference, 8)),
     *vit_rows("cosformer_vit_small", 0.95),
     *vit_rows("cosformer2d_vit_small", 0.9),
+    # VVT-Tiny has 1.42 times the multiply-adds of PVTv2-B1, and may take as much more time.
     Row(f"vvt_tiny 224, batch 8, img/s over {PVT}", against(PVT, 224, 8, ours="vvt_tiny"), 1 / 1.42),
 )
 

@@ -1,4 +1,4 @@
-"""The snippets of README and docs run as they stand, in one folder and one after the other, as a reader would."""
+"""README and docs: snippets run as they stand, in order and in one folder; numbers are those of the runs named."""
 
 import re
 import shlex
@@ -13,6 +13,8 @@ import timm
 import torch
 from official import official_shapes, official_state_dict
 from PIL import Image
+
+from soft_models.registry import registered_names
 
 ROOT = Path(__file__).parent.parent
 
@@ -99,3 +101,56 @@ def run(line: str) -> None:
         arguments += ["-b", "4", "-j", "0", "--device", "cpu"]
     result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, f"{line}\n{result.stderr[-3000:]}"
+
+
+def test_comparison_is_that_of_the_run() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = text.partition("<!-- comparison")[2].partition("<!-- end of comparison -->")[0]
+    results = (ROOT / "benchmarks" / "results" / "attention" / "attention.md").read_text(encoding="utf-8")
+    rows = [cells(line) for line in shown.splitlines() if line.startswith("| `")]
+    assert len(rows) == 12
+    for name, *values in rows:
+        measured = {cell for line in results.splitlines() if line.startswith(f"| {name} |") for cell in cells(line)}
+        assert set(values) <= measured | {"-"}, name
+
+
+def test_speeds_are_those_of_the_run() -> None:
+    shown, results = (
+        {tuple(cells(line)[:2]) for line in text.splitlines() if line.startswith("| soft_")}
+        for text in (
+            (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- speed")[2].partition("<!-- end")[0],
+            (ROOT / "benchmarks" / "results" / "speed.md").read_text(encoding="utf-8"),
+        )
+    )
+    assert len(shown) > 10
+    assert shown <= results
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_inverse_errors_are_those_of_the_run() -> None:
+    text = (
+        (ROOT / "README.md")
+        .read_text(encoding="utf-8")
+        .partition("| condition of the kernel |")[2]
+        .partition("\n\n")[0]
+    )
+    runs = [cells(line) for line in (ROOT / "benchmarks" / "results" / "inverse.md").read_text().splitlines()]
+    shown = [cells(line) for line in text.splitlines()[2:]]
+    assert len(shown) == 4
+    for condition, *errors, times in shown:
+        newton, solve = (
+            next(row[3:] for row in runs if row[1:3] == [condition, f"`{name}`"]) for name in ("newton", "solve")
+        )
+        assert errors == [newton[0], solve[0], newton[1], solve[1]]
+        assert times == f"{newton[2]} against {solve[2]} ms"
+
+
+def test_counts_in_words_are_those_of_the_registry() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"[all {len(registered_names())}]" in text
+    others = [name for name in registered_names() if name.startswith("pyramid_tiny_")]
+    assert len(others) == 7
+    assert "SOFT-Tiny's body with seven other attentions" in text

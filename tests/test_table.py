@@ -83,30 +83,3 @@ def test_update_rewrites_between_the_markers_only(
         command.main(["--update", str(file)])
     assert "must hold the markers" in capsys.readouterr().err
     assert file.read_text(encoding="utf-8") == "no markers"
-
-
-def test_comparison_is_that_of_the_run() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = text.partition("<!-- comparison")[2].partition("<!-- end of comparison -->")[0]
-    results = (ROOT / "benchmarks" / "results" / "attention" / "attention.md").read_text(encoding="utf-8")
-    rows = [cells(line) for line in shown.splitlines() if line.startswith("| `")]
-    assert len(rows) == 12
-    for name, *values in rows:
-        measured = {cell for line in results.splitlines() if line.startswith(f"| {name} |") for cell in cells(line)}
-        assert set(values) <= measured | {"-"}, name
-
-
-def test_speeds_are_those_of_the_run() -> None:
-    shown, results = (
-        {tuple(cells(line)[:2]) for line in text.splitlines() if line.startswith("| soft_")}
-        for text in (
-            (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- speed")[2].partition("<!-- end")[0],
-            (ROOT / "benchmarks" / "results" / "speed.md").read_text(encoding="utf-8"),
-        )
-    )
-    assert len(shown) > 10
-    assert shown <= results
-
-
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
