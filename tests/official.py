@@ -6,13 +6,24 @@ released code from these weights (CPU, float32).
 
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import timm
 import torch
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 DATA = Path(__file__).parent / "data"
+
+MINI: dict[str, Any] = {
+    "embed_dims": (32, 64, 96, 128),
+    "num_heads": (1, 2, 3, 4),
+    "depths": (1, 1, 2, 1),
+    "num_classes": 10,
+}
 
 
 def official_state_dict(shapes: dict[str, list[int]], ill: bool = False) -> dict[str, Tensor]:
@@ -66,3 +77,27 @@ def largest_deviation(found: dict[str, Tensor], expected: dict[str, Tensor], ent
 def stage_outputs(logits: Tensor, maps: list[Tensor]) -> dict[str, Tensor]:
     """A pyramid's outputs as the data files hold them: the logits whole, of the maps every so many entries."""
     return {"logits": logits} | {f"stage{i}": x[:, ::16, ::4, ::4] for i, x in enumerate(maps, start=1)}
+
+
+def mini(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    return timm.create_model("soft_conv_tiny", pretrained=pretrained, **(MINI | kwargs)).eval()
+
+
+def official(tag: str = "soft_mini") -> dict[str, Tensor]:
+    return official_state_dict(official_shapes("soft_official", tag))
+
+
+def nested(prefix: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda weights: {prefix + name: tensor for name, tensor in weights.items()}
+
+
+def write(content: dict[str, Any], path: Path) -> Path:
+    if path.suffix == ".safetensors":
+        save_file({name: tensor.contiguous() for name, tensor in content.items()}, path)
+    else:
+        torch.save(content, path)
+    return path
+
+
+def door_overlay(path: Path) -> nn.Module:
+    return mini(pretrained=True, pretrained_cfg_overlay={"file": str(path)})

@@ -2,9 +2,6 @@
 
 import argparse
 import json
-import logging
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,39 +10,29 @@ import pytest
 import timm
 import torch
 from official import (
+    MINI,
+    door_overlay,
     largest_deviation,
+    mini,
+    nested,
+    official,
     official_images,
     official_outputs,
     official_shapes,
     official_state_dict,
     stage_outputs,
+    write,
 )
-from safetensors.torch import save_file
 from tiny_data import write_folder
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from soft_models.checkpoints import CheckpointError, convert_state_dict, find_weights, matching_names, read_checkpoint
-from soft_models.checkpoints.__main__ import main as convert_main
 from soft_models.training.train import main as train_main
 from soft_models.training.validate import main as validate_main
 
-MINI: dict[str, Any] = {
-    "embed_dims": (32, 64, 96, 128),
-    "num_heads": (1, 2, 3, 4),
-    "depths": (1, 1, 2, 1),
-    "num_classes": 10,
-}
 SOFT_NUMBERS = official_outputs("soft")
 SOFT_ENTRIES = sorted({key.rsplit("/", 1)[0] for key in SOFT_NUMBERS})
-
-
-def mini(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    return timm.create_model("soft_conv_tiny", pretrained=pretrained, **(MINI | kwargs)).eval()
-
-
-def official(tag: str = "soft_mini") -> dict[str, Tensor]:
-    return official_state_dict(official_shapes("soft_official", tag))
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +63,6 @@ def test_official_numbers_of_soft(entry: str, record_property: Callable[[str, ob
     assert deviation < 1e-4, words
 
 
-def nested(prefix: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    return lambda weights: {prefix + name: tensor for name, tensor in weights.items()}
-
-
 WRAPPINGS: dict[str, Callable[[dict[str, Tensor]], dict[str, Any]]] = {
     "raw": dict,
     "state_dict": lambda w: {"state_dict": w, "epoch": 3, "optimizer": {"lr": 0.1}},
@@ -99,22 +82,10 @@ WRAPPINGS: dict[str, Callable[[dict[str, Tensor]], dict[str, Any]]] = {
 }
 
 
-def write(content: dict[str, Any], path: Path) -> Path:
-    if path.suffix == ".safetensors":
-        save_file({name: tensor.contiguous() for name, tensor in content.items()}, path)
-    else:
-        torch.save(content, path)
-    return path
-
-
 def files() -> list[object]:
     cases = [(wrapping, suffix) for wrapping in WRAPPINGS for suffix in (".pth", ".pth.tar")]
     flat = [wrapping for wrapping in WRAPPINGS if wrapping == "raw" or wrapping.endswith(".")]
     return [pytest.param(*case, id="-".join(case)) for case in [*cases, *((f, ".safetensors") for f in flat)]]
-
-
-def door_overlay(path: Path) -> nn.Module:
-    return mini(pretrained=True, pretrained_cfg_overlay={"file": str(path)})
 
 
 def door_load_state_dict(path: Path) -> nn.Module:
@@ -318,137 +289,3 @@ def test_features_do_not_carry_the_file_along(tmp_path: Path, caplog: pytest.Log
     features = mini(True, features_only=True, pretrained_cfg_overlay={"file": str(path)})
     assert "state_dict" not in features.pretrained_cfg and "state_dict" not in features.model.pretrained_cfg
     assert "its head is new" not in caplog.text
-
-
-class Stranger:
-    """A class that unpickling would have to import."""
-
-
-def damaged(kind: str, path: Path) -> Path:
-    data = write(official(), path.with_suffix(".good")).read_bytes()
-    contents = {
-        "empty": b"",
-        "text": b"<html>404 not found</html>",
-        "truncated": data[: len(data) // 2],
-        "cut at the end": data[:-100],
-        "bits flipped": bytes(b ^ 0x55 for b in data[:2000]) + data[2000:],
-        "header of a huge file": (2**62).to_bytes(8, "little") + b"{}",
-        "header that lies": (2).to_bytes(8, "little") + b"[]",
-        "legacy pickle cut short": b"\x80\x02X\x01",
-    }
-    path.write_bytes(contents[kind])
-    return path
-
-
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "empty",
-        "text",
-        "truncated",
-        "cut at the end",
-        "bits flipped",
-        "header of a huge file",
-        "header that lies",
-        "legacy pickle cut short",
-    ],
-)
-def test_damaged_files_are_refused_in_one_line(kind: str, suffix: str, tmp_path: Path) -> None:
-    path = damaged(kind, tmp_path / f"weights{suffix}")
-    with pytest.raises(CheckpointError, match="is not a readable checkpoint") as caught:
-        door_overlay(path)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.slow
-def test_random_damage_never_loads_silently(tmp_path: Path) -> None:
-    good = write(official(), tmp_path / "good.pth").read_bytes()
-    generator = torch.Generator().manual_seed(0)
-    source = mini()
-    source.load_state_dict(official())
-    for i in range(100):
-        broken = bytearray(good)
-        for place in torch.randint(0, len(good), (20,), generator=generator).tolist():
-            broken[place] ^= 0xFF
-        (tmp_path / f"{i}.pth").write_bytes(broken)
-        try:
-            model = door_overlay(tmp_path / f"{i}.pth")
-        except CheckpointError as error:
-            assert "\n" not in str(error)
-        else:  # the archive's checksums are not verified by torch: tensors of the right names and shapes
-            assert model.state_dict().keys() == source.state_dict().keys()
-
-
-def test_files_that_need_code_are_refused_and_can_be_trusted(tmp_path: Path) -> None:
-    path = write({"state_dict": official(), "hook": Stranger()}, tmp_path / "stranger.pth")
-    with pytest.raises(CheckpointError, match=r"Stranger.*--trust"):
-        door_overlay(path)
-    content = read_checkpoint(path, weights_only=False)
-    assert find_weights(content)[0] == "state_dict"
-
-
-def test_missing_file_is_named() -> None:
-    with pytest.raises(CheckpointError, match=r"no checkpoint file 'nowhere\.pth'"):
-        door_overlay(Path("nowhere.pth"))
-
-
-@pytest.mark.parametrize(
-    ("content", "use_ema", "message"),
-    [
-        ({"epoch": 3}, None, "no weights under state_dict_ema"),
-        ({"state_dict": official()}, True, "no averaged weights"),
-        (official(), True, "no averaged weights"),
-        ({}, None, "the file has nothing"),
-    ],
-)
-def test_weights_that_are_not_there_are_not_replaced(content: Any, use_ema: bool | None, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        find_weights(content, use_ema)
-
-
-def test_converter_writes_what_the_official_file_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    weights = official_state_dict(official_shapes("soft_official", "soft_tiny"))
-    source = write({"state_dict": nested("module.")(weights), "epoch": 1}, tmp_path / "soft_tiny.pth")
-    target = tmp_path / "out.safetensors"
-    caplog.set_level(logging.INFO)
-    assert convert_main([str(source), str(target)]) == 0
-    assert "under 'state_dict'" in caplog.text
-    assert "dropped: nothing" in caplog.text
-    assert "soft_conv_tiny or soft_norm_conv_tiny" in caplog.text and "cannot be told" in caplog.text
-    model = timm.create_model("soft_conv_tiny")
-    model.load_state_dict(weights)
-    written = read_checkpoint(target)
-    assert written.keys() == model.state_dict().keys()
-    assert all(torch.equal(tensor, written[name]) for name, tensor in model.state_dict().items())
-    assert convert_main([str(source), str(target)]) == 2 and "--overwrite" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere.pth", "out.pth"], "no checkpoint file"),
-        (["{source}", "out.onnx"], "must end in .safetensors or .pth"),
-        (["{source}", "out.pth", "--model", "soft_tinny"], "unknown model"),
-        (["{source}", "out.pth", "--model", "soft_conv_tiny"], "of another shape"),
-        (["{source}", "out.pth"], "fits no model of ours"),
-        (["{source}", "out.pth", "--use-ema"], "no averaged weights"),
-    ],
-)
-def test_converter_refuses_in_one_line(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    source = write(official(), tmp_path / "official.pth")
-    assert convert_main([argument.format(source=source) for argument in arguments]) == 2
-    assert message in caplog.text and not (tmp_path / "out.pth").exists()
-
-
-def test_converter_runs_as_a_module() -> None:
-    command = [sys.executable, "-W", "error", "-m", "soft_models.checkpoints", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert "--use-ema" in result.stdout

@@ -129,7 +129,7 @@ def test_pretrained_path_adapts_the_head(
 ) -> None:
     path = str(trained / "model_best.pth.tar")
     assert train("--pretrained-path", path, "--num-classes", "5", "--in-chans", "1", "--lr", "0", "--epochs", "1") == 0
-    assert "new: head.fc.weight, head.fc.bias" in capsys.readouterr().err
+    assert "new: head.fc.bias, head.fc.weight" in capsys.readouterr().err
     ours, theirs = load(tmp_path / "run" / "last.pth.tar")["state_dict"], load(Path(path))["state_dict_ema"]
     name = "stages.1.0.conv1_1x1.conv.weight"
     name = name if name in ours else next(key for key in ours if key.startswith("stages") and ours[key].ndim == 4)

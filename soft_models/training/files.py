@@ -74,7 +74,7 @@ def publish(source: Path, target: Path) -> None:
         temporary.replace(target)
         # Renaming onto another link of the same file does nothing, and leaves both names.
         temporary.unlink(missing_ok=True)
-    except (OSError, NotImplementedError):
+    except OSError:
         with source.open("rb") as content:
             write_atomic(target, lambda file: shutil.copyfileobj(content, file))
 

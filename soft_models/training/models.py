@@ -139,7 +139,7 @@ def _adapt_weights(cfg: TrainConfig, arguments: Mapping[str, Any], rates: Mappin
         model = create_model(cfg.model, arguments, **rates)
         key, weights = choose_weights(checkpoint, None, path)
         own, new = model.state_dict(), []
-        for name in sorted(head_names(model), reverse=True):
+        for name in sorted(head_names(model)):
             if name in own and (name not in weights or weights[name].shape != own[name].shape):
                 weights[name] = own[name]
                 new.append(name)
