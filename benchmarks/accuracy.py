@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks import plots
 from benchmarks.cells import Samples
 from examples.digits import SPLITS, DigitsError, build_digits
+from soft_models.commands.files import write_csv
 from soft_models.errors import UsageError
-from soft_models.training.files import write_csv
 from soft_models.training.train import main as train_main
 from soft_models.training.validate import main as validate_main
 

@@ -27,9 +27,8 @@ from benchmarks.measure import Step, default_device, heading, machine, model_ste
 from benchmarks.plan import EXPLICIT, HEADS, LAYERS, MODELS, PEERS, QUICK, WIDTH, Plan, memory_cell
 from benchmarks.report import report
 from soft_models.attention import create_attention
-from soft_models.layers import merge_heads, split_heads
-from soft_models.training.runtime import setup_logging
-from soft_models.training.script import run_script
+from soft_models.attention.heads import merge_heads, split_heads
+from soft_models.commands.script import run_script, setup_logging
 
 _logger = logging.getLogger("benchmarks")
 
@@ -124,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     accuracy.add_arguments(parser)
     args = parser.parse_args(argv)
     args.output = args.output or Path("output/attention-quick" if args.quick else "output/attention")
-    setup_logging(0)
+    setup_logging()
     if not _logger.handlers:
         _logger.addHandler(logging.StreamHandler(sys.stderr))
     _logger.setLevel(logging.INFO)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Step, seconds
+from soft_models.commands.files import make_folder
+from soft_models.commands.progress import Progress
 from soft_models.errors import UsageError
-from soft_models.training.files import make_folder
-from soft_models.training.progress import Progress
 
 
 class Samples:

@@ -18,9 +18,9 @@ from benchmarks.measure import growth_exponent, quartiles
 from benchmarks.plan import HEADS, LAYERS, MODELS, PEERS, QUICK, WIDTH, Plan, memory_cell
 from soft_models.attention.linformer import LinformerAttention
 from soft_models.attention.performer import PerformerAttention
+from soft_models.commands.files import write_atomic, write_csv
 from soft_models.table import count_multiply_adds
 from soft_models.table import describe as describe_model
-from soft_models.training.files import write_atomic, write_csv
 
 # Multiply-adds in G and ImageNet-1K top-1 in percent, arXiv:2110.11945, the table of attentions inside SOFT-Tiny.
 PAPER = {

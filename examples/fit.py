@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from examples.scenes import Scene, Scenes
 from soft_models.checkpoints import read_checkpoint
+from soft_models.commands.files import RunLock, make_folder, write_atomic
+from soft_models.commands.progress import Progress
+from soft_models.commands.script import run_script, setup_logging
 from soft_models.downstream import MapBackbone
 from soft_models.errors import UsageError
 from soft_models.training.engine import NonFiniteError
-from soft_models.training.files import RunLock, make_folder, write_atomic
-from soft_models.training.progress import Progress
-from soft_models.training.runtime import StopRequest, setup_logging
+from soft_models.training.runtime import StopRequest
 from soft_models.training.saver import LAST
 from soft_models.training.scalars import ScalarLog
-from soft_models.training.script import run_script
 
 TEST_SEED = 0  # whatever --seed is, runs are compared on the same scenes
 BATCH_SIZE = 4
@@ -65,7 +65,7 @@ class Example:
 def run_example(example: Example, doc: str, argv: list[str] | None) -> int:
     """Train and test as the command line says; returns the exit code."""
     options = parse_options(example, doc, argv)
-    setup_logging(rank=0)
+    setup_logging()
     return run_script(example.name, lambda: run(example, options))
 
 

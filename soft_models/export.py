@@ -21,14 +21,12 @@ import torch
 from timm.utils import reparameterize_model
 from torch import Tensor, nn
 
+from soft_models.commands.cli import parse_config
+from soft_models.commands.files import make_folder, replacing
+from soft_models.commands.script import run_script, setup_logging
 from soft_models.errors import RunStopped, UsageError
-from soft_models.training.cli import parse_config
 from soft_models.training.config import TrainedConfig
-from soft_models.training.files import make_folder, temporary_name
-from soft_models.training.models import check_model_name, create_model, model_arguments
-from soft_models.training.runtime import setup_logging
-from soft_models.training.script import run_script
-from soft_models.training.trained import Stored, load_trained, read_stored, resolve_input
+from soft_models.training.trained import load_or_random
 
 _logger = logging.getLogger(__name__)
 
@@ -57,7 +55,7 @@ class ExportConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Export as the command line says; returns the exit code."""
-    setup_logging(0)
+    setup_logging()
     return run_script("export", lambda: export(parse_config(ExportConfig, argv, __doc__ or "")))
 
 
@@ -75,8 +73,7 @@ def export(cfg: ExportConfig) -> int:
     if cfg.format == "onnx":
         require("onnx", "onnxscript", "onnxruntime")
     model, size = load_model(cfg)
-    temporary = temporary_name(path).with_suffix(path.suffix)
-    try:
+    with replacing(path) as temporary:
         write = write_onnx if cfg.format == "onnx" else write_torch
         try:
             # Not with the size of the position tables, which at that size are not resized in the graph.
@@ -88,9 +85,6 @@ def export(cfg: ExportConfig) -> int:
         deviation = largest_deviation(model, read(cfg.format, temporary), size, not cfg.fixed_size)
         if not deviation <= TOLERANCE:
             raise RunStopped(f"the exported model deviates by {deviation:.1e} from the model; nothing is written")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     sizes = "this size only" if cfg.fixed_size else "any size"
     _logger.info(
         "wrote %s: any batch, %s; read back at batches %s, largest deviation %.1e",
@@ -123,16 +117,7 @@ def load_model(cfg: ExportConfig) -> tuple[nn.Module, tuple[int, ...]]:
     """The model in eval mode, convolutions and normalisations merged, and the image size to export it with."""
     shared = {name: getattr(cfg, name) for name in ("use_ema", "num_classes", "model_kwargs", "img_size", "input_size")}
     trained = TrainedConfig(model=cfg.model, checkpoint=cfg.checkpoint, **shared)
-    if cfg.checkpoint:
-        trained, stored = read_stored(trained)
-        model = load_trained(trained, stored)
-    else:
-        if not cfg.model:
-            raise UsageError("no model: name one, or give --checkpoint")
-        check_model_name(cfg.model)
-        _logger.warning("the weights of %s are random: no --checkpoint is given", cfg.model)
-        stored, model = Stored(), create_model(cfg.model, model_arguments(trained))
-    data_config, _ = resolve_input(trained, model, stored)
+    _, model, data_config, _ = load_or_random(trained)
     return reparameterize_model(model.eval()), tuple(data_config["input_size"])
 
 

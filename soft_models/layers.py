@@ -1,11 +1,9 @@
-"""Parts that the models share: stems, blocks, head reshapes, position tables, float32 islands."""
+"""Parts that the models share: image batches, maps and tokens, position tables, blocks, initial weights."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from timm.layers import (
     DropPath,
     Mlp,
@@ -16,80 +14,22 @@ from timm.layers import (
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
+from soft_models.graphs import is_graph
+
 __all__ = [
     "MIN_SIZE",
     "Block",
     "ChunkedMlp",
     "ConvBNReLU",
-    "MapPool",
     "PostNormBlock",
     "add_pos_embed",
-    "at_least_float32",
-    "autocast_off",
-    "check_grid",
-    "fold_heads",
-    "head_width",
     "init_module_weights",
-    "is_exporting",
-    "is_open",
-    "is_traced",
-    "merge_heads",
-    "pool_map",
     "prepare_images",
-    "split_heads",
     "tokens_to_map",
-    "unfold_heads",
 ]
 
 
 MIN_SIZE = 32  # pixels along each side of an image: the last map is then 1 x 1
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Float32 for the half types, unchanged otherwise: for sums and kernels that half precision cannot hold."""
-    return x if x.dtype == torch.float32 or x.dtype == torch.float64 else x.float()
-
-
-def autocast_off(x: Tensor) -> AbstractContextManager:
-    """Context in which autocast leaves dtypes alone, on the device of ``x``."""
-    device = x.device.type
-    # Entered only where needed: an exported graph then holds no autocast region.
-    if device != "meta" and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
-
-
-def head_width(dim: int, num_heads: int) -> int:
-    """Width d of one head.
-
-    Raises:
-        ValueError: ``num_heads`` does not divide ``dim``.
-    """
-    if dim % num_heads:
-        raise ValueError(f"dim must be divisible by num_heads, got dim={dim}, num_heads={num_heads}")
-    return dim // num_heads
-
-
-def split_heads(x: Tensor, num_heads: int) -> Tensor:
-    """``(B, N, C)`` to ``(B, h, N, d)``."""
-    B, N, C = x.shape
-    return x.view(B, N, num_heads, C // num_heads).transpose(1, 2)
-
-
-def merge_heads(x: Tensor) -> Tensor:
-    """``(B, h, N, d)`` to ``(B, N, C)``."""
-    return x.transpose(1, 2).flatten(2)
-
-
-def fold_heads(x: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
-    """``(B, N, C)`` to ``(B * h, N, d)``, contiguous and of that dtype in one pass."""
-    return split_heads(x, num_heads).to(dtype, memory_format=torch.contiguous_format).flatten(0, 1)
-
-
-def unfold_heads(x: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
-    """``(B * h, N, d)`` to ``(B, N, C)``, contiguous and of that dtype in one pass."""
-    x = x.view(-1, num_heads, x.shape[1], x.shape[2])
-    return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).flatten(2)
 
 
 def tokens_to_map(x: Tensor, feat_size: tuple[int, int]) -> Tensor:
@@ -97,72 +37,6 @@ def tokens_to_map(x: Tensor, feat_size: tuple[int, int]) -> Tensor:
     B, _, C = x.shape
     # Not transposed and then reshaped: that gives a batch of one strides which torch does not take for channels-last.
     return x.reshape(B, feat_size[0], feat_size[1], C).permute(0, 3, 1, 2)
-
-
-def check_grid(grid: int | tuple[int, int] | None) -> tuple[int, int] | None:
-    """A pooling grid as (height, width), or None.
-
-    Raises:
-        ValueError: A side is below 1.
-    """
-    if grid is None:
-        return None
-    height, width = (grid, grid) if isinstance(grid, int) else grid
-    if height < 1 or width < 1:
-        raise ValueError(f"landmark_grid must be positive, got {grid}")
-    return int(height), int(width)
-
-
-def pool_map(x: Tensor, grid: tuple[int, int] | None, cell: int) -> Tensor:
-    """Average-pool ``(B, C, H, W)`` to ``grid``, clipped to the map; without a grid by squares of ``cell`` pixels."""
-    H, W = x.shape[-2], x.shape[-1]
-    if grid is None:
-        return F.avg_pool2d(x, (min(cell, H), min(cell, W)))
-    if not torch.jit.is_scripting():  # alone, or TorchScript would compile the body
-        if is_open(H) or is_open(W):
-            return pool_open_map(x, grid)
-    return F.adaptive_avg_pool2d(x, (min(grid[0], H), min(grid[1], W)))
-
-
-def is_open(size: Any) -> bool:
-    """Whether a graph that is being exported leaves a size open."""
-    return isinstance(size, torch.SymInt)
-
-
-def pool_open_map(x: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Adaptive average pool of a map whose size an exported graph leaves open, as two matrix products.
-
-    ``F.adaptive_avg_pool2d`` would be exported as the fixed windows that fit the size it was traced with.
-    """
-    return pool_matrix(x, grid[0], x.shape[-2]) @ x @ pool_matrix(x, grid[1], x.shape[-1]).transpose(0, 1)
-
-
-def pool_matrix(x: Tensor, cells: int, size: Any) -> Tensor:
-    """``(min(cells, size), size)``: row i averages from ``floor(i size / cells)`` to ``ceil((i + 1) size / cells)``."""
-    cells = torch.sym_min(cells, size)
-    cell = torch.arange(cells, device=x.device)[:, None]
-    place = torch.arange(size, device=x.device)[None]
-    inside = (place >= cell * size // cells) & (place < ((cell + 1) * size + cells - 1) // cells)
-    weights = inside.to(x.dtype)
-    return weights / weights.sum(dim=1, keepdim=True)
-
-
-class MapPool(nn.Module):
-    """Average-pool the pixels among tokens, see :func:`pool_map`; tokens before them stay as they are.
-
-    Shape:
-        ``(B, P + H * W, C)`` to ``(B, P + M, C)``.
-    """
-
-    def __init__(self, grid: int | tuple[int, int] | None, cell: int) -> None:
-        super().__init__()
-        self.grid = check_grid(grid)
-        self.cell = cell
-
-    def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        num_prefix = x.shape[1] - feat_size[0] * feat_size[1]
-        pooled = pool_map(tokens_to_map(x[:, num_prefix:], feat_size), self.grid, self.cell)
-        return torch.cat([x[:, :num_prefix], pooled.flatten(2).transpose(1, 2)], dim=1)
 
 
 @register_notrace_function
@@ -221,22 +95,6 @@ class ConvBNReLU(nn.Sequential):
         conv, norm = self[0].eval(), self[1].eval()
         if isinstance(conv, nn.Conv2d) and isinstance(norm, nn.modules.batchnorm._BatchNorm):
             self[0], self[1] = fuse_conv_bn_eval(conv, norm), nn.Identity()
-
-
-def is_graph() -> bool:
-    """Whether what runs is being traced, exported or compiled."""
-    return bool(torch.compiler.is_compiling() or torch.jit.is_tracing())
-
-
-def is_traced() -> bool:
-    """Whether ``torch.jit.trace`` is at work: its graph may later run under an autocast that it does not switch off."""
-    return bool(torch.jit.is_tracing() and not torch.onnx.is_in_onnx_export())
-
-
-def is_exporting() -> bool:
-    """Whether ``torch.export`` or one of the ONNX exporters is at work."""
-    exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # torch 2.6 has the second only
-    return bool(exporting() or torch.onnx.is_in_onnx_export())
 
 
 HIDDEN_ELEMENTS = 2**20  # of an MLP's hidden activations, which a CPU's cache holds with room for their neighbours

@@ -20,16 +20,16 @@ from timm.data import ImageNetInfo, get_img_extensions, infer_imagenet_subset
 from timm.utils import natural_key
 from torch import Tensor, nn
 
+from soft_models.commands.cli import parse_config
+from soft_models.commands.files import make_folder, write_results
+from soft_models.commands.script import run_script
 from soft_models.errors import UsageError, some_of
 from soft_models.training.augment import BatchTransform
-from soft_models.training.cli import parse_config
 from soft_models.training.config import TrainedConfig, check_counts
 from soft_models.training.data import ImageReport, ImageSamples, build_loader, eval_transform
-from soft_models.training.files import make_folder, write_results
 from soft_models.training.folders import read_class_map
 from soft_models.training.runtime import Runtime, build_autocast, running
 from soft_models.training.sampling import EvalBatches
-from soft_models.training.script import run_script
 from soft_models.training.sources import FolderSource
 from soft_models.training.trained import Stored, load_trained, prepare, read_stored, resolve_input
 

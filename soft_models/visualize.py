@@ -23,17 +23,14 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 
+from soft_models.commands.cli import parse_config
+from soft_models.commands.files import make_folder, write_atomic
+from soft_models.commands.script import run_script, setup_logging
 from soft_models.errors import UsageError, suggestion
 from soft_models.layers import MIN_SIZE
-from soft_models.registry import is_ours, registered_names
-from soft_models.training.cli import parse_config
 from soft_models.training.config import TrainedConfig
-from soft_models.training.files import make_folder, write_atomic
 from soft_models.training.images import read_image
-from soft_models.training.models import check_model_name, create_model
-from soft_models.training.runtime import setup_logging
-from soft_models.training.script import run_script
-from soft_models.training.trained import Stored, load_trained, read_stored, resolve_input
+from soft_models.training.trained import load_or_random
 
 __all__ = ["AttentionMap", "attention_layers", "attention_maps", "draw_map", "draw_sheet"]
 
@@ -96,7 +93,9 @@ def attention_layers(model: nn.Module) -> list[tuple[int, list[nn.Module]]]:
         modules = model.get_submodule(info["module"]).modules()
         layers.append((info["reduction"], [module for module in modules if hasattr(module, "attention_matrix")]))
     if not layers or not all(attentions for _, attentions in layers):
-        raise UsageError(f"{type(model).__name__} has no attention of soft_models; choose one of its models")
+        raise UsageError(
+            f"{type(model).__name__} has no attention of soft_models; python -m soft_models lists its models"
+        )
     return layers
 
 
@@ -288,30 +287,6 @@ def parse_point(text: str) -> tuple[float, float]:
     return x, y
 
 
-def load_model(name: str, checkpoint: str) -> tuple[str, Any, dict[str, Any], str]:
-    """Name, model, preprocessing and PIL mode; with random weights where there is no checkpoint.
-
-    Raises:
-        UsageError: The model is unknown or none of ours, or the checkpoint does not fit.
-    """
-    cfg = TrainedConfig(model=name, checkpoint=checkpoint)
-    stored = Stored()
-    if checkpoint:
-        cfg, stored = read_stored(cfg)
-    check_model_name(cfg.model)
-    if not is_ours(cfg.model):
-        raise UsageError(f"{cfg.model} is timm's own and keeps its weights to itself; choose one of soft_models, "
-                         f"such as {registered_names()[0]}{suggestion(cfg.model, registered_names())}")  # fmt: skip
-    if checkpoint:
-        model = load_trained(cfg, stored)
-    else:
-        _logger.warning("%s: random weights, since there is no --checkpoint", cfg.model)
-        torch.manual_seed(0)
-        model = create_model(cfg.model, {})
-    data_config, mode = resolve_input(cfg, model, stored)
-    return cfg.model, model, data_config, mode
-
-
 def pair_models(cfg: VisualizeConfig) -> list[tuple[str, str]]:
     """Model name and checkpoint file of every row of the picture; either may be empty."""
     names, files = cfg.model, cfg.checkpoint
@@ -337,7 +312,8 @@ def model_rows(
     """Titled rows of panels of one model: one for each point and head."""
     points = [parse_point(text) for text in cfg.point] or [(photo.width / 2, photo.height / 2)]
     check_points(points, photo.size)
-    name, model, data_config, mode = load_model(name, checkpoint)
+    loaded, model, data_config, mode = load_or_random(TrainedConfig(model=name, checkpoint=checkpoint))
+    count = len(attention_layers(model))
     size = cfg.size or data_config["input_size"][-1]
     if cfg.panel < MIN_SIZE:
         raise UsageError(f"--panel must be at least {MIN_SIZE} pixels, got {cfg.panel}")
@@ -345,7 +321,6 @@ def model_rows(
         raise UsageError(f"--size must be at least {MIN_SIZE} pixels, got {size}")
     resized, image = prepare_photo(photo, size, data_config, mode)
     inside = [(x * resized.width / photo.width, y * resized.height / photo.height) for x, y in points]
-    count = len(attention_layers(model))
     stages = [stage - 1 for stage in cfg.stage]
     if not stages:  # the last one among them
         stages = [(i + 1) * count // min(count, DEFAULT_STAGES) - 1 for i in range(min(count, DEFAULT_STAGES))]
@@ -361,7 +336,7 @@ def model_rows(
                 title = f"{unit} {found.stage + 1}: {weights.shape[1]} x {weights.shape[0]}"
                 panels.append((title, draw_map(resized, weights, found.stride, point, cfg.panel)))
             what = f"head {head}" if head else "mean of the heads"
-            rows.append((f"{name}, query at {points[i][0]:g},{points[i][1]:g}, {what}", panels))
+            rows.append((f"{loaded.model}, query at {points[i][0]:g},{points[i][1]:g}, {what}", panels))
     return rows
 
 
@@ -385,7 +360,7 @@ def visualize(cfg: VisualizeConfig) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    setup_logging(0)
+    setup_logging()
     return run_script("visualize", lambda: visualize(parse_config(VisualizeConfig, argv, __doc__ or "")))
 
 

@@ -1,6 +1,5 @@
 """Checkpoint files: damaged ones refused in one line, and the command that converts one."""
 
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -110,21 +109,21 @@ def test_weights_that_are_not_there_are_not_replaced(content: Any, use_ema: bool
         find_weights(content, use_ema)
 
 
-def test_converter_writes_what_the_official_file_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_converter_writes_what_the_official_file_holds(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     weights = official_state_dict(official_shapes("soft_official", "soft_tiny"))
     source = write({"state_dict": nested("module.")(weights), "epoch": 1}, tmp_path / "soft_tiny.pth")
     target = tmp_path / "out.safetensors"
-    caplog.set_level(logging.INFO)
     assert convert_main([str(source), str(target)]) == 0
-    assert "under 'state_dict'" in caplog.text
-    assert "dropped: nothing" in caplog.text
-    assert "soft_conv_tiny or soft_norm_conv_tiny" in caplog.text and "cannot be told" in caplog.text
+    log = capfd.readouterr().err
+    assert "under 'state_dict'" in log
+    assert "dropped: nothing" in log
+    assert "soft_conv_tiny or soft_norm_conv_tiny" in log and "cannot be told" in log
     model = timm.create_model("soft_conv_tiny")
     model.load_state_dict(weights)
     written = read_checkpoint(target)
     assert written.keys() == model.state_dict().keys()
     assert all(torch.equal(tensor, written[name]) for name, tensor in model.state_dict().items())
-    assert convert_main([str(source), str(target)]) == 2 and "--overwrite" in caplog.text
+    assert convert_main([str(source), str(target)]) == 2 and "--overwrite" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -143,12 +142,12 @@ def test_converter_refuses_in_one_line(
     message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     source = write(official(), tmp_path / "official.pth")
     assert convert_main([argument.format(source=source) for argument in arguments]) == 2
-    assert message in caplog.text and not (tmp_path / "out.pth").exists()
+    assert message in capfd.readouterr().err and not (tmp_path / "out.pth").exists()
 
 
 def test_converter_runs_as_a_module() -> None:

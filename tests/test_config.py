@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from soft_models.commands.cli import cast, field_help, parse_config
 from soft_models.errors import UsageError
 from soft_models.registry import is_ours
-from soft_models.training.cli import cast, field_help, parse_config
 from soft_models.training.config import TrainConfig, ValidateConfig, load_config, plain_dict, to_yaml
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
@@ -64,7 +64,7 @@ def test_imagenet_recipes_follow_the_paper() -> None:
 
 
 def test_timm_flags_are_accepted() -> None:
-    from soft_models.training.cli import build_parser
+    from soft_models.commands.cli import build_parser
 
     for cls, flags in ((TrainConfig, TRAIN_FLAGS), (ValidateConfig, VALIDATE_FLAGS)):
         known = set(build_parser(cls, "")._option_string_actions)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from runs import BASE, ROOT, STATEFUL, assert_same, assert_same_run, load, stop_at
 
-from soft_models.training import files
+from soft_models.commands import files
 from soft_models.training.train import main as train_main
 
 
@@ -157,7 +157,7 @@ def test_two_runs_in_one_folder_are_refused(
 ) -> None:
     (tmp_path / "run").mkdir()
     hold = (
-        "import pathlib, sys; from soft_models.training.files import RunLock\n"
+        "import pathlib, sys; from soft_models.commands.files import RunLock\n"
         "with RunLock(pathlib.Path('run')): print('held', flush=True); sys.stdin.read()"
     )
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": tmp_path}
@@ -184,7 +184,7 @@ def test_full_disk_leaves_the_last_checkpoint_whole(
         assert train("--epochs", "2", "--resume", "auto") == 1
     assert "No space left on device; the file that was there is untouched" in capsys.readouterr().err
     assert (tmp_path / "run" / "last.pth.tar").read_bytes() == before
-    assert not list((tmp_path / "run").glob(".*.tmp"))
+    assert not list((tmp_path / "run").glob(".tmp-*"))
 
 
 def test_file_systems_without_links_get_copies(
@@ -240,7 +240,7 @@ def test_run_killed_fifty_times_resumes_exactly(
         folder = tmp_path / f"run{runs}"
         while kill_somewhere([*command, "--experiment", folder.name], folder, draws, most_lines=12):
             kills += 1
-            inside += any(folder.glob(".*.tmp"))
+            inside += any(folder.glob(".tmp-*"))
         assert_same_run(tmp_path / "straight", folder)
     print(f"{workers} workers, {processes} processes: {kills} kills, {inside} inside a save, {runs} runs")  # noqa: T201
     assert inside >= 5
@@ -269,5 +269,5 @@ def kill_somewhere(command: list[str], folder: Path, draws: random.Random, most_
 def wait_to_kill(folder: Path, draws: random.Random) -> None:
     """Up to 0.2 seconds, or until a file is being written."""
     until_save, deadline = draws.random() < 0.5, time.monotonic() + draws.uniform(0, 0.2)
-    while time.monotonic() < deadline and not (until_save and any(folder.glob(".*.tmp"))):
+    while time.monotonic() < deadline and not (until_save and any(folder.glob(".tmp-*"))):
         time.sleep(0.0005)

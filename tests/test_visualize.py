@@ -14,6 +14,8 @@ from torch.testing import assert_close
 
 from soft_models import visualize
 from soft_models.errors import UsageError
+from soft_models.training.config import TrainedConfig
+from soft_models.training.trained import load_or_random
 from soft_models.visualize import attention_layers, attention_maps, main
 
 SIZE = (70, 54)  # width and height in pixels: different, and no multiples of a stride
@@ -119,8 +121,8 @@ def test_checkpoint_of_a_training_run_names_its_model(photo: Path, tmp_path: Pat
     model = timm.create_model("soft_tiny", num_classes=3, img_size=32)
     args = {"model": "soft_tiny", "num_classes": 3, "model_kwargs": {"img_size": 32}}
     torch.save({"arch": "soft_tiny", "args": args, "state_dict": model.state_dict()}, tmp_path / "own.pth.tar")
-    name, loaded, *_ = visualize.load_model("", str(tmp_path / "own.pth.tar"))
-    assert name == "soft_tiny"
+    cfg, loaded, *_ = load_or_random(TrainedConfig(checkpoint=str(tmp_path / "own.pth.tar")))
+    assert cfg.model == "soft_tiny"
     image = torch.randn(1, 3, 64, 64)
     for a, b in zip(*(attention_maps(m, image, [(9, 9)]) for m in (model, loaded)), strict=True):
         assert torch.equal(a.weights, b.weights)
@@ -132,7 +134,7 @@ def test_checkpoint_of_a_training_run_names_its_model(photo: Path, tmp_path: Pat
         (["absent.png"], "no image file 'absent.png'"),
         ([], "no image: name a file"),
         (["PHOTO", "--model", "soft_tinny"], "unknown model 'soft_tinny'; did you mean 'soft_tiny'?"),
-        (["PHOTO", "--model", "resnet18"], "resnet18 is timm's own"),
+        (["PHOTO", "--model", "resnet18"], "ResNet has no attention of soft_models; python -m soft_models lists"),
         (["PHOTO", "--point", "70,3"], "point 70,3 lies outside the image, which is 70 x 54 pixels"),
         (["PHOTO", "--point", "3"], "--point takes x,y in pixels, got '3'"),
         (["PHOTO", "--stage", "5"], "stage 5 does not exist: the model has stages 1 to 4"),

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from soft_models.layers import is_exporting
+from soft_models.graphs import is_exporting
 
 __all__ = [
     "GRADIENT_STEPS",

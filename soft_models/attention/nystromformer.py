@@ -6,7 +6,8 @@ import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from soft_models.layers import MapPool, at_least_float32, autocast_off, head_width, merge_heads, split_heads
+from soft_models.attention.heads import at_least_float32, autocast_off, head_width, merge_heads, split_heads
+from soft_models.attention.pooling import MapPool
 
 __all__ = ["NystromformerAttention", "iterative_pinv", "nystrom_attention", "nystrom_factors"]
 

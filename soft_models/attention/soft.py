@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
+from soft_models.attention.heads import at_least_float32, autocast_off, fold_heads, head_width, unfold_heads
 from soft_models.attention.inverse import (
     GRADIENT_STEPS,
     NEWTON_STEPS,
@@ -16,17 +17,9 @@ from soft_models.attention.inverse import (
     ridge_scale,
     solve_spd,
 )
-from soft_models.layers import (
-    at_least_float32,
-    autocast_off,
-    check_grid,
-    fold_heads,
-    head_width,
-    is_traced,
-    pool_map,
-    tokens_to_map,
-    unfold_heads,
-)
+from soft_models.attention.pooling import check_grid, pool_map
+from soft_models.graphs import is_traced
+from soft_models.layers import tokens_to_map
 
 __all__ = [
     "Landmarks",

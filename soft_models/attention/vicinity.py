@@ -15,7 +15,7 @@ from soft_models.attention.cosformer import (
     reweight,
     reweighted_attention,
 )
-from soft_models.layers import autocast_off, merge_heads
+from soft_models.attention.heads import autocast_off, merge_heads
 
 __all__ = ["VicinityAttention", "clamp_magnitude", "vicinity_attention"]
 

@@ -23,21 +23,17 @@ from soft_models.checkpoints.convert import (
     strip_prefixes,
 )
 from soft_models.checkpoints.files import find_weights, read_checkpoint
+from soft_models.commands.files import replacing
+from soft_models.commands.script import run_script, setup_logging
 from soft_models.errors import CheckpointError, some_of
 
 _logger = logging.getLogger("soft_models.checkpoints")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status, 2 where the file cannot be converted."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    args = parse_arguments(argv)
-    try:
-        convert(args)
-    except CheckpointError as error:
-        _logger.error("error: %s", error)
-        return 2
-    return 0
+    """Command line; returns the exit code, 2 where the file cannot be converted."""
+    setup_logging()
+    return run_script("convert", lambda: convert(parse_arguments(argv)))
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -54,7 +50,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def convert(args: argparse.Namespace) -> None:
+def convert(args: argparse.Namespace) -> int:
     """Read, convert, check, write, read back."""
     if args.target.suffix not in (".safetensors", ".pth"):
         raise CheckpointError(f"the target must end in .safetensors or .pth, got {str(args.target)!r}")
@@ -79,6 +75,7 @@ def convert(args: argparse.Namespace) -> None:
         )
     write({key: tensor.contiguous() for key, tensor in weights.items()}, args.target)
     _logger.info("wrote %s, read back and found equal", args.target)
+    return 0
 
 
 def check_name(name: str, weights: dict[str, Tensor]) -> None:
@@ -92,20 +89,14 @@ def check_name(name: str, weights: dict[str, Tensor]) -> None:
 
 def write(weights: dict[str, Tensor], target: Path) -> None:
     """Write next to the target, read back, and only then put it in place."""
-    partial = target.with_name(f".partial-{target.name}")
-    try:
+    with replacing(target) as temporary:
         if target.suffix == ".safetensors":
-            save_file(weights, partial, metadata={"format": "pt"})
+            save_file(weights, temporary, metadata={"format": "pt"})
         else:
-            torch.save(weights, partial)
-        again = read_checkpoint(partial)
+            torch.save(weights, temporary)
+        again = read_checkpoint(temporary)
         if again.keys() != weights.keys() or not all(torch.equal(again[key], weights[key]) for key in weights):
             raise CheckpointError(f"what was read back from {target} is not what was written; is the disk full?")
-        partial.replace(target)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {target}: {error}") from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 A run of training passes through the files like this::
 
     train         the whole, from the command line to the exit code
-      cli         command line and YAML into the options, which config lists
-      runtime     device, processes, precision, log, signals
+      config      the options, which commands.cli reads from the command line and YAML
+      runtime     device, processes, precision, signals
       plan        options, data and checkpoint checked against each other, before anything is built
         sources     the splits: an image folder (folders, images) or a named dataset
         resume      the checkpoint to go on from (weights reads what training stored in it)
@@ -12,9 +12,9 @@ A run of training passes through the files like this::
       run         loaders, learner, saver put together; then epoch after epoch
         data        datasets and loaders (sampling: which image when; augment: what happens to a batch)
         learner     model, optimizer, schedule, average
-        engine      one epoch of training, one pass of evaluation (progress shows them)
-        saver       checkpoints (files writes them whole or not at all); scalars for TensorBoard
+        engine      one epoch of training, one pass of evaluation
+        saver       checkpoints; scalars for TensorBoard
 
-``validate``, as the other commands of the package, starts from a checkpoint (trained). ``script`` holds what their
-mains share, ``errors`` how mistakes of the caller are worded.
+``validate``, as the other commands of the package, starts from a checkpoint (trained). What command lines share,
+whatever they do, is in ``soft_models.commands``.
 """

@@ -10,9 +10,8 @@ from typing import Any, ClassVar, Literal
 
 import yaml
 
+from soft_models.commands.cli import load_yaml
 from soft_models.errors import UsageError
-
-from .cli import load_yaml
 
 AmpDtype = Literal["float16", "bfloat16"]
 Interpolation = Literal["", "bilinear", "bicubic", "random", "nearest", "lanczos", "box", "hamming"]

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from soft_models.commands.progress import Progress
 from soft_models.errors import RunStopped, UsageError
 
 from .augment import BatchTransform
 from .data import Batch, ImageReport
 from .learner import Learner
-from .progress import Progress
 from .runtime import Runtime
 from .sampling import derive_seed, seed_all
 

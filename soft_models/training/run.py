@@ -19,7 +19,7 @@ from .config import plain_dict
 from .data import ImageReport, ImageSamples, build_loader, eval_transform, image_mode, train_transform
 from .engine import EvalResult, Position, TrainSetup, evaluate, train_one_epoch
 from .learner import Learner, build_learner, wrap
-from .models import input_config, model_arguments
+from .models import model_arguments
 from .plan import Plan
 from .resume import restore
 from .runtime import Runtime, StopRequest
@@ -50,11 +50,9 @@ class Run:
     scalars: ScalarLog | None = None
 
 
-def build_run(plan: Plan, model: nn.Module, folder: Path, stop: StopRequest) -> Run:
+def build_run(plan: Plan, model: nn.Module, data_config: dict[str, Any], folder: Path, stop: StopRequest) -> Run:
     """Loaders, learner and saver, at the position to start from."""
     cfg, runtime = plan.cfg, plan.runtime
-    data_config = input_config(cfg, model)
-    _logger.info("images: %s", ", ".join(f"{name} {value}" for name, value in data_config.items()))
     device, mode = runtime.device, image_mode(data_config["input_size"][0], cfg.input_img_mode)
     samples = ImageSamples(plan.train.source, train_transform(cfg, data_config), mode)
     batches = TrainBatches(
@@ -73,10 +71,15 @@ def build_run(plan: Plan, model: nn.Module, folder: Path, stop: StopRequest) -> 
         learner.set_rate(position.epoch, position.updates)
     wrap(learner, runtime)
     setup = TrainSetup(
-        build_loader(samples, batches, cfg, device), transform, runtime,
-        ImageReport(plan.train.source, plan.train.name), cfg.seed, cfg.grad_accum_steps, cfg.skip_nonfinite,
-        cfg.log_interval,
-    )  # fmt: skip
+        loader=build_loader(samples, batches, cfg, device),
+        transform=transform,
+        runtime=runtime,
+        report=ImageReport(plan.train.source, plan.train.name),
+        seed=cfg.seed,
+        accumulate=cfg.grad_accum_steps,
+        skip_nonfinite=cfg.skip_nonfinite,
+        log_interval=cfg.log_interval,
+    )
     extras = {
         "format": FORMAT,
         "classes": list(plan.train.classes) if plan.train.classes else None,
@@ -88,10 +91,19 @@ def build_run(plan: Plan, model: nn.Module, folder: Path, stop: StopRequest) -> 
         "versions": {"torch": str(torch.__version__), "timm": str(timm.__version__)},
     }
     return Run(
-        plan, folder, learner, setup, batches, val_loader(plan, data_config, mode),
-        ImageReport(plan.val.source, plan.val.name) if plan.val else None,
-        BatchTransform(device, data_config, channels_last=cfg.channels_last), position, saver, extras, stop,
-    )  # fmt: skip
+        plan=plan,
+        folder=folder,
+        learner=learner,
+        setup=setup,
+        batches=batches,
+        val_loader=val_loader(plan, data_config, mode),
+        val_report=ImageReport(plan.val.source, plan.val.name) if plan.val else None,
+        val_transform=BatchTransform(device, data_config, channels_last=cfg.channels_last),
+        position=position,
+        saver=saver,
+        extras=extras,
+        stop=stop,
+    )
 
 
 def val_loader(plan: Plan, data_config: dict[str, Any], mode: str) -> DataLoader[Any] | None:

@@ -4,7 +4,6 @@ import importlib
 import logging
 import os
 import signal
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from timm.utils import init_distributed_device
 
+from soft_models.commands.script import setup_logging
 from soft_models.errors import UsageError
 
 from .config import ModelConfig
@@ -113,17 +113,6 @@ def import_modules(names: tuple[str, ...]) -> None:
             importlib.import_module(name)
         except ImportError as error:
             raise UsageError(f"cannot import {name!r} of --device-modules: {error}") from None
-
-
-def setup_logging(rank: int) -> None:
-    """Log to stderr: everything from the first process, errors from the others."""
-    logger = logging.getLogger("soft_models")
-    logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    logger.addHandler(handler)
 
 
 def build_autocast(cfg: ModelConfig, device: torch.device) -> AbstractContextManager[object]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .files import publish, write_atomic, write_csv
+from soft_models.commands.files import publish, write_atomic, write_csv
 
 _logger = logging.getLogger(__name__)
 

@@ -11,17 +11,20 @@ Options are timm's; the defaults are beaten by the YAML file of --config, and th
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from timm.models import safe_model_name
 from torch import nn
 
-from .cli import parse_config
+from soft_models.commands.cli import parse_config
+from soft_models.commands.files import RunLock, make_folder, write_atomic
+from soft_models.commands.script import run_script
+
 from .config import TrainConfig, to_yaml
-from .files import RunLock, make_folder, write_atomic
 from .learner import ema_note
 from .models import build_train_model, check_input, input_config
 from .plan import Plan, make_plan
@@ -30,7 +33,6 @@ from .runtime import StopRequest, running
 from .sampling import derive_seed, seed_all
 from .saver import BEST
 from .scalars import ScalarLog
-from .script import run_script
 
 _logger = logging.getLogger(__name__)
 
@@ -53,39 +55,39 @@ def train(cfg: TrainConfig) -> int:
     """
     with running(cfg) as runtime, StopRequest() as stop:
         plan = make_plan(cfg, runtime)
-        model = build_model(plan)
-        folder = run_folder(plan, model)
+        model, data_config = build_model(plan)
+        folder = run_folder(plan.cfg, data_config)
         if not runtime.is_primary:
-            return train_in_folder(plan, model, folder, stop)
+            return train_in_folder(plan, model, data_config, folder, stop)
         make_folder(folder)
         with RunLock(folder):
-            return train_in_folder(plan, model, folder, stop)
+            return train_in_folder(plan, model, data_config, folder, stop)
 
 
-def build_model(plan: Plan) -> nn.Module:
-    """The model with its initial weights, which a checkpoint to resume makes superfluous."""
+def build_model(plan: Plan) -> tuple[nn.Module, dict[str, Any]]:
+    """The model with its initial weights, which a checkpoint to resume makes superfluous, and its preprocessing."""
     cfg = plan.cfg
     if plan.resume:
         cfg = replace(cfg, pretrained=False, pretrained_path="", initial_checkpoint="")
     seed_all(derive_seed(cfg.seed, "model"))
     model = build_train_model(cfg)
-    check_input(model, input_config(cfg, model)["input_size"])
+    data_config = input_config(cfg, model)
+    check_input(model, data_config["input_size"])
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     _logger.info("%s: %.2fM parameters, on %s", cfg.model, millions, plan.runtime.device)
-    return model
+    _logger.info("images: %s", ", ".join(f"{name} {value}" for name, value in data_config.items()))
+    return model, data_config
 
 
-def run_folder(plan: Plan, model: nn.Module) -> Path:
+def run_folder(cfg: TrainConfig, data_config: Mapping[str, Any]) -> Path:
     """Folder of the run, named as in timm where no experiment is named."""
-    cfg = plan.cfg
-    size = input_config(cfg, model)["input_size"][-1]
-    dated = f"{datetime.now():%Y%m%d-%H%M%S}-{safe_model_name(cfg.model)}-{size}"
+    dated = f"{datetime.now():%Y%m%d-%H%M%S}-{safe_model_name(cfg.model)}-{data_config['input_size'][-1]}"
     return Path(cfg.output) / (cfg.experiment or dated)
 
 
-def train_in_folder(plan: Plan, model: nn.Module, folder: Path, stop: StopRequest) -> int:
+def train_in_folder(plan: Plan, model: nn.Module, data_config: dict[str, Any], folder: Path, stop: StopRequest) -> int:
     """Put the parts together and train; see ``train``."""
-    run = build_run(plan, model, folder, stop)
+    run = build_run(plan, model, data_config, folder, stop)
     cfg, learner, position = plan.cfg, run.learner, run.position
     if position.epoch >= learner.num_epochs:
         _logger.info("the run is finished: %d of %d epochs are done", position.epoch, learner.num_epochs)

@@ -97,6 +97,29 @@ def load_trained(cfg: TrainedConfig, stored: Stored) -> Any:
     return model
 
 
+def load_or_random(cfg: TrainedT) -> tuple[TrainedT, Any, dict[str, Any], str]:
+    """The model of a checkpoint, or one with random weights where none is given, for what needs no trained one.
+
+    Returns:
+        The config completed as by :func:`read_stored`, the model, and what :func:`resolve_input` gives.
+
+    Raises:
+        UsageError: As in these two.
+    """
+    stored = Stored()
+    if cfg.checkpoint:
+        cfg, stored = read_stored(cfg)
+        model = load_trained(cfg, stored)
+    else:
+        if not cfg.model:
+            raise UsageError("no model: name one, or give --checkpoint")
+        check_model_name(cfg.model)
+        _logger.warning("%s: random weights, since there is no --checkpoint", cfg.model)
+        torch.manual_seed(0)
+        model = create_model(cfg.model, model_arguments(cfg))
+    return cfg, model, *resolve_input(cfg, model, stored)
+
+
 def resolve_input(cfg: TrainedConfig, model: nn.Module, stored: Stored) -> tuple[dict[str, Any], str]:
     """Preprocessing and PIL mode of the model's images.
 

@@ -18,17 +18,17 @@ from typing import Any
 from torch import nn
 
 from soft_models.checkpoints.files import EMA_KEYS, RAW_KEYS
+from soft_models.commands.cli import parse_config
+from soft_models.commands.files import make_folder, write_results
+from soft_models.commands.script import run_script
 from soft_models.errors import RunStopped, UsageError
 
 from .augment import BatchTransform
-from .cli import parse_config
 from .config import ValidateConfig
 from .data import ImageReport, ImageSamples, build_loader, eval_transform
 from .engine import EvalResult, evaluate
-from .files import make_folder, write_results
 from .runtime import Runtime, build_autocast, running
 from .sampling import EvalBatches
-from .script import run_script
 from .sources import Split, open_eval_split
 from .trained import Stored, load_trained, prepare, read_stored, resolve_input
 

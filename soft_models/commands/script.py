@@ -5,8 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from soft_models.checkpoints import CheckpointError
-from soft_models.errors import RunStopped, UsageError
+from soft_models.errors import CheckpointError, RunStopped, UsageError
 
 _logger = logging.getLogger(__name__)
 
@@ -22,3 +21,14 @@ def run_script(name: str, work: Callable[[], int]) -> int:
     except RunStopped as error:
         sys.stderr.write(f"{name}: stopped: {error}\n")
         return 1
+
+
+def setup_logging(rank: int = 0) -> None:
+    """Log to stderr: everything from the first process, errors from the others."""
+    logger = logging.getLogger("soft_models")
+    logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)

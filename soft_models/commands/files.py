@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,12 +26,15 @@ class SaveError(RunStopped):
 
 
 def temporary_name(path: Path) -> Path:
-    """Where a file is written before it takes its place."""
-    return path.with_name(f".{path.name}.tmp")
+    """Where a file is written before it takes its place; the suffix stays, as some writers go by it."""
+    return path.with_name(f".tmp-{path.name}")
 
 
-def write_atomic(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Let ``write`` fill a file that takes the place of ``path`` only once it is whole and on the disk.
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Name of a file to write, which takes the place of ``path`` once the block has ended and it is on the disk.
+
+    An error inside the block leaves ``path`` as it was.
 
     Raises:
         SaveError: The disk is full, the folder read-only, or the like.
@@ -38,17 +42,33 @@ def write_atomic(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     temporary = temporary_name(path)
     try:
         try:
-            with temporary.open("wb") as file:
-                write(file)
-                file.flush()
+            yield temporary
+            with temporary.open("r+b") as file:
                 os.fsync(file.fileno())
             temporary.replace(path)
             _sync_folder(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
-    except (OSError, RuntimeError) as error:
-        before = "the file that was there is untouched" if path.exists() else "nothing was there before"
-        raise SaveError(f"cannot write {path}: {' '.join(str(error).split())}; {before}") from error
+    except OSError as error:
+        raise _save_error(path, error) from error
+
+
+def write_atomic(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Let ``write`` fill a file that takes the place of ``path`` only once it is whole and on the disk.
+
+    Raises:
+        SaveError: As in ``replacing``, or ``write`` failed.
+    """
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        try:
+            write(file)
+        except RuntimeError as error:  # torch's for a full disk
+            raise _save_error(path, error) from error
+
+
+def _save_error(path: Path, error: Exception) -> SaveError:
+    before = "the file that was there is untouched" if path.exists() else "nothing was there before"
+    return SaveError(f"cannot write {path}: {' '.join(str(error).split())}; {before}")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,0 +1,63 @@
+"""Tokens apart by heads and together again, and the float32 islands of kernels and sums."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "at_least_float32",
+    "autocast_off",
+    "fold_heads",
+    "head_width",
+    "merge_heads",
+    "split_heads",
+    "unfold_heads",
+]
+
+
+def head_width(dim: int, num_heads: int) -> int:
+    """Width d of one head.
+
+    Raises:
+        ValueError: ``num_heads`` does not divide ``dim``.
+    """
+    if dim % num_heads:
+        raise ValueError(f"dim must be divisible by num_heads, got dim={dim}, num_heads={num_heads}")
+    return dim // num_heads
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """``(B, N, C)`` to ``(B, h, N, d)``."""
+    B, N, C = x.shape
+    return x.view(B, N, num_heads, C // num_heads).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """``(B, h, N, d)`` to ``(B, N, C)``."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def fold_heads(x: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+    """``(B, N, C)`` to ``(B * h, N, d)``, contiguous and of that dtype in one pass."""
+    return split_heads(x, num_heads).to(dtype, memory_format=torch.contiguous_format).flatten(0, 1)
+
+
+def unfold_heads(x: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+    """``(B * h, N, d)`` to ``(B, N, C)``, contiguous and of that dtype in one pass."""
+    x = x.view(-1, num_heads, x.shape[1], x.shape[2])
+    return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).flatten(2)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Float32 for the half types, unchanged otherwise: for sums and kernels that half precision cannot hold."""
+    return x if x.dtype == torch.float32 or x.dtype == torch.float64 else x.float()
+
+
+def autocast_off(x: Tensor) -> AbstractContextManager:
+    """Context in which autocast leaves dtypes alone, on the device of ``x``."""
+    device = x.device.type
+    # Entered only where needed: an exported graph then holds no autocast region.
+    if device != "meta" and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
