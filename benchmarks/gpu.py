@@ -8,17 +8,15 @@ Medians over the rounds, with the middle half. On a machine without a GPU it run
 """
 
 import argparse
-import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.measure import KINDS, Step, build, default_device, heading, peak_memory, quartiles, seconds
-
-_logger = logging.getLogger("benchmarks")
+from benchmarks.measure import KINDS, Step, build, default_device, heading, in_turns, peak_memory, quartiles, show_table
 
 MODELS = (
     "soft_tiny",
@@ -48,25 +46,15 @@ def half_step(kind: str, name: str, size: int, batch: int, compiled: bool = Fals
     return half
 
 
-def measure(kind: str, size: int, batch: int, names: dict[str, tuple[str, bool]], rounds: int) -> list[str]:
+def measure(kind: str, size: int, batch: int, names: dict[str, tuple[str, bool]], rounds: int) -> Iterator[str]:
     """Rows of the table: models by title, in turns."""
     steps = {title: half_step(kind, name, size, batch, compiled) for title, (name, compiled) in names.items()}
-    times: dict[str, list[float]] = {title: [] for title in names}
-    for step in steps.values():
-        step()
-        step()
-    for _ in range(rounds):
-        for title, step in steps.items():
-            times[title].append(seconds(step))
-    rows = []
+    times = in_turns(steps, rounds)
     for title, (name, compiled) in names.items():
         low, middle, high = quartiles([batch / value for value in times[title]])
         # In a fresh process, which would have to compile again.
         peak = "-" if compiled else f"{peak_memory(half_step, kind, name, size, batch) / 1e6:,.0f}"
-        work = f"{kind} {size}, batch {batch}"
-        rows.append(f"| {work} | {title} | {middle:.1f} | {low:.1f} to {high:.1f} | {peak} |")
-        _logger.info("%s", rows[-1])
-    return rows
+        yield f"| {kind} {size}, batch {batch} | {title} | {middle:.1f} | {low:.1f} to {high:.1f} | {peak} |"
 
 
 def parse_work(text: str) -> tuple[int, int]:
@@ -86,20 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=10, help="turns that each model takes")
     parser.add_argument("--output", type=Path, help="file for the table, in Markdown")
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    lines = [
+    head = [
         heading(torch.get_num_threads(), "bfloat16 autocast, channels-last"), "",
         "| work | model | img/s | middle half | peak memory, MB |", "|---|---|---:|---:|---:|",
     ]  # fmt: skip
-    _logger.info("%s", "\n".join(lines))
     eager = {name: (name, False) for name in args.models}
     compiled = {f"{name}, compiled": (name, True) for name in args.compiled}
-    for size, batch in args.work:
-        lines += measure("inference", size, batch, eager | compiled, args.rounds)
+    parts = [measure("inference", size, batch, eager | compiled, args.rounds) for size, batch in args.work]
     size, batch = args.work[0]
-    lines += measure("training", size, batch, eager, args.rounds)
-    if args.output:
-        args.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    parts.append(measure("training", size, batch, eager, args.rounds))
+    show_table(head, chain.from_iterable(parts), args.output)
     return 0
 
 

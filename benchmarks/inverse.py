@@ -1,23 +1,22 @@
 """The two inverses of SOFT's landmark kernel: error of result and gradient against float64, and time.
 
-    python -m benchmarks.inverse
+    python -m benchmarks.inverse --output benchmarks/results/inverse.md
 
 Landmarks are 49 points of 32 normal coordinates of the given spread, as stage 3 of SOFT-Tiny has them for 8 images.
 """
 
 import argparse
-import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.measure import heading, quartiles, seconds
+from benchmarks.measure import heading, in_turns, quartiles, show_table
 from soft_models.attention.soft import add_ridge, gaussian_kernel, soft_inverse_apply
-
-_logger = logging.getLogger("benchmarks")
 
 IMAGES, HEADS, LANDMARKS, WIDTH = 8, 10, 49, 32
 SPREADS = (0.6, 0.3, 0.1, 0.05)
@@ -36,36 +35,32 @@ def error(found: Tensor, exact: Tensor) -> float:
     return float((found - exact).norm() / exact.norm())
 
 
-def measure(spread: float) -> list[str]:
+def measure(spread: float) -> Iterator[str]:
     """Rows of the table, the inverses in turns."""
     points, x = (torch.randn(IMAGES * HEADS, LANDMARKS, WIDTH) * scale for scale in (spread, 1.0))
     kernel = add_ridge(gaussian_kernel(points.double(), points.double()))
-    exact = solve(points.double(), x.double(), None)
-    times: dict[str, list[float]] = {"newton": [], "solve": []}
-    for _ in range(ROUNDS):
-        for inverse, values in times.items():
-            values.append(seconds(partial(solve, points, x, inverse)))
-    rows = []
+    condition, exact = torch.linalg.cond(kernel).median(), solve(points.double(), x.double(), None)
+    times = in_turns({inverse: partial(solve, points, x, inverse) for inverse in ("newton", "solve")}, ROUNDS)
     for inverse, values in times.items():
         errors = " | ".join(f"{error(a, b):.0e}" for a, b in zip(solve(points, x, inverse), exact, strict=True))
-        condition, milliseconds = torch.linalg.cond(kernel).median(), 1000 * quartiles(values)[1]
-        rows.append(f"| {spread} | {condition:,.0f} | `{inverse}` | {errors} | {milliseconds:.1f} |")
-    return rows
+        yield f"| {spread} | {condition:,.0f} | `{inverse}` | {errors} | {1000 * quartiles(values)[1]:.1f} |"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.inverse", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--threads", type=int, default=2, help="torch threads")
+    parser.add_argument("--output", type=Path, help="file for the table, in Markdown")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    head = "| spread | condition | inverse | error | error of the gradient | forward and backward, ms |"
-    _logger.info("%s\n\n%s\n|---:|---:|---|---:|---:|---:|", heading(args.threads, "float32"), head)
-    for spread in SPREADS:
-        for row in measure(spread):
-            _logger.info("%s", row)
+    head = [
+        heading(args.threads, "float32"),
+        "",
+        "| spread | condition | inverse | error | error of the gradient | forward and backward, ms |",
+        "|---:|---:|---|---:|---:|---:|",
+    ]
+    show_table(head, chain.from_iterable(map(measure, SPREADS)), args.output)
     return 0
 
 

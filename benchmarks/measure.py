@@ -1,14 +1,16 @@
-"""What the benchmarks share: models and steps to time, clocks, peak memory in a fresh process, growth exponents."""
+"""What the benchmarks share: models and steps to time, clocks, peak memory in a fresh process, tables."""
 
 import ctypes
+import logging
 import multiprocessing
 import platform
 import re
 import resource
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ import torch
 from torch import nn
 
 import soft_models
+
+_logger = logging.getLogger("benchmarks")
 
 Step = Callable[[], object]
 
@@ -89,6 +93,18 @@ def seconds(step: Step) -> float:
     begin = time.perf_counter()
     step()
     return time.perf_counter() - begin
+
+
+def in_turns(steps: Mapping[str, Step], rounds: int, repeats: int = 1) -> dict[str, list[float]]:
+    """Seconds of each step, round by round, after two of each to warm up; each the best of ``repeats`` in a row."""
+    for step in steps.values():
+        step()
+        step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            times[name].append(min(seconds(step) for _ in range(repeats)))
+    return times
 
 
 def peak_memory(make: Callable[..., Step], *args: Any, threads: int = 2) -> float:
@@ -166,3 +182,15 @@ def heading(threads: int, what: str = "float32, channels-last") -> str:
 
 def versions() -> str:
     return f"torch {torch.__version__}, timm {timm.__version__}, soft_models {soft_models.__version__}"
+
+
+def show_table(head: Sequence[str], rows: Iterable[str], output: Path | None) -> list[str]:
+    """Log a Markdown table row by row, as they are measured, and write it to ``output``; its lines."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    lines = []
+    for line in chain(head, rows):
+        _logger.info("%s", line)
+        lines.append(line)
+    if output:
+        output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return lines

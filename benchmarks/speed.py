@@ -10,7 +10,6 @@ median over the rounds, its spread the middle half of them. Nothing else should 
 """
 
 import argparse
-import logging
 import multiprocessing
 import os
 import re
@@ -28,12 +27,21 @@ from timm.layers import set_fused_attn
 from timm.utils import reparameterize_model
 from torch import nn
 
-from benchmarks.measure import Step, build, heading, inference, model_step, peak_memory, quartiles, seconds, training
+from benchmarks.measure import (
+    Step,
+    build,
+    heading,
+    in_turns,
+    inference,
+    model_step,
+    peak_memory,
+    quartiles,
+    show_table,
+    training,
+)
 from benchmarks.plain_soft import make_plain
 from soft_models.attention import soft
 from soft_models.table import count_multiply_adds
-
-_logger = logging.getLogger("benchmarks")
 
 OURS, PVT, EFFICIENTVIT = "soft_tiny", "pvt_v2_b1", "efficientvit_b1"
 PLAIN, LAST = torch.contiguous_format, torch.channels_last
@@ -59,15 +67,9 @@ def plain(name: str, **kwargs: Any) -> nn.Module:
 
 
 def alternate(rounds: int, ours: Step, peer: Step, repeats: int = 1) -> list[float]:
-    """Time of the peer over ours, round by round, each round both in turn, each the best of ``repeats`` in a row."""
-    for step in (ours, peer):
-        step()
-        step()
-    ratios = []
-    for _ in range(rounds):
-        own = min(seconds(ours) for _ in range(repeats))
-        ratios.append(min(seconds(peer) for _ in range(repeats)) / own)
-    return ratios
+    """Time of the peer over ours, round by round."""
+    times = in_turns({"ours": ours, "peer": peer}, rounds, repeats)
+    return [peer / ours for ours, peer in zip(times["ours"], times["peer"], strict=True)]
 
 
 def against(
@@ -263,6 +265,12 @@ def measure_line(number: int, rounds: int, threads: int) -> str:
         return f"| {row.work} | n/a | {reason} | - | - |"
 
 
+def in_own_process(number: int, rounds: int, threads: int) -> str:
+    """``measure_line`` in a fresh process, in which no other row has left its buffers."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(measure_line, number, rounds, threads).result()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 if a row misses its bound."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=(__doc__ or "").split("\n")[0])
@@ -271,21 +279,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2, help="torch threads")
     parser.add_argument("--output", type=Path, help="file for the table, in Markdown")
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    lines = [
+    head = [
         heading(args.threads, "float32"),
         "",
         "| work | ratio | middle half | bound | kept |",
         "|---|---:|---:|---:|---|",
     ]
-    _logger.info("%s", "\n".join(lines))
-    for number, row in enumerate(ROWS):
-        if re.search(args.rows, row.work):
-            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-                lines.append(process.submit(measure_line, number, args.rounds, args.threads).result())
-            _logger.info("%s", lines[-1])
-    if args.output:
-        args.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    chosen = [number for number, row in enumerate(ROWS) if re.search(args.rows, row.work)]
+    lines = show_table(head, (in_own_process(number, args.rounds, args.threads) for number in chosen), args.output)
     return int(any(text.endswith("| NO |") for text in lines))
 
 

@@ -43,8 +43,7 @@ def native_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     weights = strip_prefixes(weights)
     table = next((table for mark, table in RENAMES.values() if any(re.match(mark, name) for name in weights)), None)
     if table is not None:
-        weights = rename(weights, table)
-        unflatten_tables(weights)
+        weights = unflatten_tables(rename(weights, table))
     return weights
 
 
@@ -64,31 +63,34 @@ def strip_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         weights = stripped
 
 
-def unflatten_tables(weights: dict[str, Tensor]) -> None:
+def unflatten_tables(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Official position tables ``(1, N, C)`` as ``(1, H, W, C)``, if square, and the class token's row at the token.
 
     The last official table has a row for the class token; our token holds the sum of both.
     """
-    table, token = weights.get("stages.3.pos_embed"), weights.get("stages.3.cls_token")
+    result = dict(weights)
+    table, token = result.get("stages.3.pos_embed"), result.get("stages.3.cls_token")
     if table is not None and token is not None:
-        weights["stages.3.cls_token"] = token + table[:, :1]
-        weights["stages.3.pos_embed"] = table[:, 1:]
-    for name, table in weights.items():
+        result["stages.3.cls_token"] = token + table[:, :1]
+        result["stages.3.pos_embed"] = table[:, 1:]
+    for name, table in result.items():
         side = math.isqrt(table.shape[1]) if name.endswith("pos_embed") and table.ndim == 3 else 0
         if side and side * side == table.shape[1]:
-            weights[name] = table.unflatten(1, (side, side))
+            result[name] = table.unflatten(1, (side, side))
+    return result
 
 
-def fit_tables(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def fit_tables(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Resize the position tables of a pyramid to the grids of ``model``; a flat one must have the model's own grid."""
+    result = dict(weights)
     for name, own in model.named_parameters():
-        if name.endswith("pos_embed") and own.ndim == 4 and name in weights:
-            grid, table = list(own.shape[1:3]), weights[name]
+        if name.endswith("pos_embed") and own.ndim == 4 and name in result:
+            grid, table = list(own.shape[1:3]), result[name]
             if table.ndim == 3 and table.shape[1] == math.prod(grid):
                 table = table.unflatten(1, grid)
             if table.ndim == 4:
-                weights[name] = resample_abs_pos_embed_nhwc(table, grid, "bilinear", antialias=False)
-    return weights
+                result[name] = resample_abs_pos_embed_nhwc(table, grid, "bilinear", antialias=False)
+    return result
 
 
 def check_fit(
