@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soft_models.attention.soft import SoftAttention
-from soft_models.layers import ChunkedMlp, ConvBNReLU
+from soft_models.layers import Block, ConvBNReLU
 
 __all__ = ["make_plain"]
 
@@ -19,8 +19,8 @@ def make_plain(model: nn.Module) -> nn.Module:
             module.__dict__["forward"] = MethodType(plain_forward, module)
         elif isinstance(module, ConvBNReLU):
             module.register_forward_pre_hook(lambda _, maps: (maps[0].contiguous(),))
-        elif isinstance(module, ChunkedMlp):
-            module.__dict__["forward"] = module.compute
+        elif isinstance(module, Block):
+            module.__dict__["takes_pieces"] = lambda _: False
     return model
 
 

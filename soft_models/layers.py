@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from timm.layers import (
     DropPath,
     Mlp,
@@ -12,14 +13,14 @@ from timm.layers import (
     trunc_normal_,
 )
 from torch import Tensor, nn
-from torch.nn.utils.fusion import fuse_conv_bn_eval
+from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_conv_bn_weights
 
 from soft_models.graphs import is_graph
 
 __all__ = [
     "MIN_SIZE",
     "Block",
-    "ChunkedMlp",
     "ConvBNReLU",
     "PostNormBlock",
     "add_pos_embed",
@@ -72,8 +73,23 @@ def add_pos_embed(x: Tensor, pos_embed: Tensor, feat_size: tuple[int, int]) -> T
     return x + pos_embed.flatten(1, 2)
 
 
+def is_unobserved(module: nn.Module, x: Tensor) -> bool:
+    """Whether how ``module`` computes shows nowhere: in evaluation on a CPU, where no gradients are recorded, no graph
+    is made, and no hooks look inside.
+    """
+    if module.training or torch.is_grad_enabled() or is_graph():
+        return False
+    if not isinstance(x, Tensor) or x.device.type != "cpu":  # proxies of torch.fx are none
+        return False
+    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+    return not hooked and not _has_any_global_hook()
+
+
 class ConvBNReLU(nn.Sequential):
-    """3 x 3 convolution, batch normalisation, ReLU: the unit of SOFT's stem and stage transitions."""
+    """3 x 3 convolution, batch normalisation, ReLU: the unit of SOFT's stem and stage transitions.
+
+    Large maps are normalised by the weights of the convolution where that shows nowhere, which saves a map.
+    """
 
     def __init__(
         self,
@@ -90,6 +106,33 @@ class ConvBNReLU(nn.Sequential):
             nn.ReLU(inplace=True),
         )
 
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.jit.is_scripting():
+            if self.merges(x):
+                return self.merged(x)
+        for module in self:
+            x = module(x)
+        return x
+
+    @torch.jit.ignore
+    def merges(self, x: Tensor) -> bool:
+        conv: Any = self[0]
+        norm: Any = self[1]
+        if type(conv) is not nn.Conv2d or type(norm) is not nn.BatchNorm2d or norm.running_mean is None:
+            return False
+        if torch.is_autocast_enabled("cpu") or not is_unobserved(self, x):
+            return False
+        return x.shape[0] * x.shape[2] * x.shape[3] > conv.weight[0].numel() * conv.stride[0] ** 2
+
+    @torch.jit.ignore
+    def merged(self, x: Tensor) -> Tensor:
+        conv: Any = self[0]
+        norm: Any = self[1]
+        weight, bias = fuse_conv_bn_weights(
+            conv.weight, conv.bias, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
+        )
+        return self[2](F.conv2d(x, weight, bias, conv.stride, conv.padding))
+
     def reparameterize(self) -> None:
         """Fold the normalisation into the convolution, for inference; timm's ``reparameterize_model`` calls it."""
         conv, norm = self[0].eval(), self[1].eval()
@@ -100,42 +143,15 @@ class ConvBNReLU(nn.Sequential):
 HIDDEN_ELEMENTS = 2**20  # of an MLP's hidden activations, which a CPU's cache holds with room for their neighbours
 
 
-class ChunkedMlp(Mlp):
-    """timm's two-layer MLP over tokens ``(B, N, C)``, in evaluation on a CPU in pieces.
-
-    Hidden activations then stay in the cache, and memory for them is not fetched from the system anew each time. It is
-    computed whole where gradients are recorded, in training, in graphs, and where hooks look inside.
-    """
-
-    def __init__(self, in_features: int, hidden_features: int, **kwargs: Any) -> None:
-        super().__init__(in_features, hidden_features, **kwargs)
-        self.rows = max(HIDDEN_ELEMENTS // hidden_features, 1)  # tokens in a piece
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not torch.jit.is_scripting():
-            if self.takes_pieces(x):
-                return torch.cat([self.compute(part) for part in x.flatten(0, 1).split(self.rows)]).view(x.shape)
-        return self.compute(x)
-
-    def compute(self, x: Tensor) -> Tensor:
-        x = self.norm(self.drop1(self.act(self.fc1(x))))
-        return self.drop2(self.fc2(x))
-
-    @torch.jit.ignore
-    def takes_pieces(self, x: Tensor) -> bool:
-        recorded = torch.is_grad_enabled() or is_graph() or not isinstance(x, Tensor)  # but a proxy of torch.fx
-        if self.training or recorded:
-            return False
-        if x.device.type != "cpu" or x.shape[0] * x.shape[1] <= self.rows:
-            return False
-        return not any(module._forward_hooks or module._forward_pre_hooks for module in self.children())
-
-
 class Block(nn.Module):
     """Pre-norm transformer block: ``x + attn(norm1(x))``, then ``x + mlp(norm2(x))``.
 
+    All but the attention treats each token by itself. In evaluation on a CPU it takes a few tokens at a time, so that
+    activations stay in the cache, and writes over the attention's output, since large buffers come page by page from
+    the system; but not where gradients are recorded, in graphs, or where hooks look inside.
+
     Args:
-        attn: Module called as ``attn(x, feat_size)``.
+        attn: Module called as ``attn(x, feat_size)``; what it returns is written over, as said.
         dim: Token width C.
         mlp_ratio: Hidden width of the MLP over ``dim``.
         norm_layer: Called as ``norm_layer(dim)``.
@@ -147,7 +163,7 @@ class Block(nn.Module):
         ``(B, N, C)`` in and out.
     """
 
-    MLP: ClassVar[type[nn.Module]] = ChunkedMlp
+    MLP: ClassVar[type[nn.Module]] = Mlp
 
     def __init__(
         self,
@@ -163,22 +179,58 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
+        hidden = int(dim * mlp_ratio)
         self.norm1 = norm_layer(dim, **dd)
         self.attn = attn
         self.norm2 = norm_layer(dim, **dd)
-        self.mlp = self.MLP(dim, int(dim * mlp_ratio), act_layer=act_layer, drop=proj_drop, **dd)
+        self.mlp = self.MLP(dim, hidden, act_layer=act_layer, drop=proj_drop, **dd)
         self.drop_path = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
+        self.piece = max(HIDDEN_ELEMENTS // hidden, 1)  # tokens
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        x = x + self.drop_path(self.attn(self.norm1(x), feat_size))
+        y = self.attend(x, feat_size)
+        if not torch.jit.is_scripting():
+            if self.takes_pieces(x):
+                return self.combine_in_pieces(x, y)
+        return self.combine(x, y)
+
+    def attend(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """The attention's branch."""
+        return self.attn(self.norm1(x), feat_size)
+
+    def combine(self, x: Tensor, y: Tensor) -> Tensor:
+        """The block's output from its input and the attention's branch, token by token."""
+        x = x + self.drop_path(y)
         return x + self.drop_path(self.mlp(self.norm2(x)))
+
+    @torch.jit.ignore
+    def combine_in_pieces(self, x: Tensor, y: Tensor) -> Tensor:
+        shape = x.shape
+        x, y = x.flatten(0, 1), y.flatten(0, 1)
+        out = y
+        for start in range(0, len(x), self.piece):
+            tokens = slice(start, start + self.piece)
+            done = self.combine(x[tokens], y[tokens])
+            if out.dtype != done.dtype:  # under autocast
+                out = torch.empty_like(out, dtype=done.dtype)
+            out[tokens] = done
+        return out.view(shape)
+
+    @torch.jit.ignore
+    def takes_pieces(self, x: Tensor) -> bool:
+        # What was put in the place of a part, as adapters are, may mix tokens.
+        by_token = type(self.mlp) is Mlp and all(isinstance(norm, nn.LayerNorm) for norm in (self.norm1, self.norm2))
+        return by_token and is_unobserved(self, x) and x.shape[0] * x.shape[1] > self.piece
 
 
 class PostNormBlock(Block):
     """Post-norm transformer block, SOFT's: ``norm1(x + attn(x))``, then ``norm2(x + mlp(x))``."""
 
-    def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        x = self.norm1(x + self.drop_path(self.attn(x, feat_size)))
+    def attend(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        return self.attn(x, feat_size)
+
+    def combine(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.norm1(x + self.drop_path(y))
         return self.norm2(x + self.drop_path(self.mlp(x)))
 
 

@@ -1,13 +1,13 @@
-"""Shared parts: layouts that cost no copy, and an MLP in pieces that is the whole one."""
+"""Shared parts: layouts that cost no copy, and what is computed otherwise where that shows nowhere."""
 
 import pytest
 import torch
-from timm.layers import Mlp
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.testing import assert_close
 
 from soft_models import layers
-from soft_models.layers import ChunkedMlp, prepare_images, tokens_to_map
+from soft_models.layers import Block, ConvBNReLU, PostNormBlock, prepare_images, tokens_to_map
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -35,37 +35,98 @@ def test_an_image_without_its_batch_is_refused() -> None:
         prepare_images(torch.randn(3, 64, 64))
 
 
-def chunked_and_whole(monkeypatch: pytest.MonkeyPatch, drop: float = 0.0) -> tuple[ChunkedMlp, nn.Module, list[int]]:
-    """An MLP in pieces of 20 tokens, timm's with the same weights, and the sizes of the pieces as they are computed."""
+SIZE = (5, 7)  # of the map, which these blocks do not read
+
+
+class Shift(nn.Module):
+    """Stands for an attention: every token gets half of its neighbour."""
+
+    def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        return x.roll(1, dims=1) / 2
+
+
+@pytest.fixture(params=[Block, PostNormBlock])
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Block:
+    """A block in evaluation that takes 20 tokens at a time; ``sizes`` has those of the pieces as they are computed."""
     monkeypatch.setattr(layers, "HIDDEN_ELEMENTS", 20 * 32)
-    chunked, whole = ChunkedMlp(8, 32, drop=drop).eval(), Mlp(8, 32, drop=drop).eval()
-    whole.load_state_dict(chunked.state_dict())
-    sizes: list[int] = []
-    compute = chunked.compute
-    chunked.compute = lambda x: sizes.append(x.shape[:-1].numel()) or compute(x)  # type: ignore[method-assign]
-    return chunked, whole, sizes
+    block = request.param(Shift(), 8, 4, nn.LayerNorm, proj_drop=0.5, drop_path=0.5).eval()
+    combine, sizes = block.combine, []
+    monkeypatch.setattr(block, "combine", lambda x, y: sizes.append(x.shape[:-1].numel()) or combine(x, y))
+    block.__dict__["sizes"] = sizes
+    return block
 
 
 @pytest.mark.parametrize(("tokens", "pieces"), [(10, [20]), (11, [20, 2]), (35, [20, 20, 20, 10])])
-def test_mlp_in_pieces_is_the_whole(tokens: int, pieces: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    chunked, whole, sizes = chunked_and_whole(monkeypatch)
+def test_block_in_pieces_is_the_whole(tokens: int, pieces: list[int], block: Block) -> None:
     x = torch.randn(2, tokens, 8)
-    with torch.no_grad():
-        assert_close(chunked(x), whole(x))
-    assert sizes == pieces
+    given = x.clone()
+    whole = block(x, SIZE)  # a gradient is recorded
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert_close(block(x, SIZE), whole)
+    assert block.sizes == [2 * tokens, *pieces, *pieces]
+    assert torch.equal(x, given), "what was given is not written over"
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        half = block(x, SIZE)
+        block.train()
+        block.drop_path, block.mlp.drop1, block.mlp.drop2 = nn.Identity(), nn.Identity(), nn.Identity()
+        assert_close(half, block(x, SIZE), rtol=0, atol=0)
 
 
-def test_mlp_is_whole_where_pieces_could_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    chunked, whole, sizes = chunked_and_whole(monkeypatch, drop=0.5)
-    x = torch.randn(2, 35, 8)
-    assert_close(chunked(x), whole(x))  # a gradient is recorded
+def test_block_is_whole_where_pieces_could_show(block: Block) -> None:
+    x, seen = torch.randn(2, 35, 8), []
+
+    def looked_inside() -> None:
+        block(x, SIZE)
+        assert block.sizes.pop() == 70
+
     with torch.no_grad():
-        torch.manual_seed(0)
-        dropped = chunked.train()(x)  # as reentrant checkpointing does, which draws the same dropout a second time
-        torch.manual_seed(0)
-        assert_close(dropped, whole.train()(x))
-        chunked.eval().fc1.register_forward_hook(lambda module, inputs, output: None)
-        chunked(x)
-        chunked.fc1 = nn.Sequential(chunked.fc1)  # whatever stands in for it
-        chunked(x)
-    assert sizes[:3] == [70, 70, 70]
+        block.train()(x, SIZE)  # as reentrant checkpointing does, which draws the same dropout a second time
+        assert block.sizes.pop() == 70
+        block.eval()
+        for module in (block.attn, block.norm1, block.mlp.fc1):
+            hook = module.register_forward_hook(lambda module, inputs, output: seen.append((output, output.clone())))
+            looked_inside()
+            hook.remove()
+        hook = register_module_forward_hook(lambda module, inputs, output: seen.append((output, output.clone())))
+        looked_inside()
+        hook.remove()
+        assert len(seen) > 3 and all(torch.equal(output, then) for output, then in seen)
+        mlp, block.mlp = block.mlp, nn.Sequential(Rearranged(), block.mlp)  # mixes tokens
+        looked_inside()
+        block.mlp, block.norm2 = mlp, Rearranged()
+        looked_inside()
+
+
+class Rearranged(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flip(1)
+
+
+@pytest.fixture
+def conv() -> ConvBNReLU:
+    """In evaluation, with statistics and weights of the norm that do something."""
+    conv = ConvBNReLU(3, 8, stride=2).eval()
+    for tensor in (conv[1].running_mean, conv[1].running_var, conv[1].weight.data, conv[1].bias.data):
+        tensor.uniform_(0.5, 2)
+    return conv
+
+
+def test_norm_merged_into_the_convolution_of_large_maps_is_the_norm(
+    conv: ConvBNReLU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merged, calls = conv.merged, []
+    monkeypatch.setattr(conv, "merged", lambda x: calls.append(len(x)) or merged(x))
+    for side, count in ((4, 0), (40, 1)):
+        x = torch.randn(2, 3, side, side)
+        apart = conv(x)
+        with torch.no_grad():
+            assert_close(conv(x), apart)
+        assert len(calls) == count, "of small maps the weights would cost more than the norm"
+    with torch.no_grad():
+        hook = conv[1].register_forward_hook(lambda module, inputs, output: None)
+        conv(x)
+        hook.remove()
+        conv.train()(x)
+        assert not torch.equal(conv.eval()(x), apart), "statistics of training are taken over"
+    assert len(calls) == 2
