@@ -27,7 +27,7 @@ from benchmarks.measure import Step, default_device, heading, machine, model_ste
 from benchmarks.plan import EXPLICIT, HEADS, LAYERS, MODELS, PEERS, QUICK, WIDTH, Plan, memory_cell
 from benchmarks.report import report
 from soft_models.attention import create_attention
-from soft_models.attention.heads import merge_heads, split_heads
+from soft_models.attention.tokens import merge_heads, split_heads
 from soft_models.commands.script import run_script, setup_logging
 
 _logger = logging.getLogger("benchmarks")

@@ -99,7 +99,7 @@ class Block:
 class SampleProgress(Progress):
     """Progress over samples instead of images."""
 
-    def _text(self, step: int, values: dict[str, float]) -> str:
+    def text(self, step: int, values: dict[str, float]) -> str:
         return f"{step}/{self.total} samples, {time.perf_counter() - self.start:.0f} s"
 
 

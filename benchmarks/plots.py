@@ -135,7 +135,7 @@ def plot_accuracy(series: Series, trained_at: int, subtitle: str, path: Path) ->
     Args:
         series: By attention: (pixels per side, mean, standard deviation), in percent.
         trained_at: Pixels per side in training.
-        subtitle: Subtitle: data, recipe, seeds.
+        subtitle: data, recipe, seeds.
         path: PNG to write.
     """
     figure, axes = new_figure(f"Digits: trained at {trained_at} px, evaluated at other sizes\n{subtitle}", 1)

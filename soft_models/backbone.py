@@ -9,8 +9,9 @@ from timm.layers import LayerNorm, get_act_layer, get_norm_layer
 from timm.models._features import feature_take_indices  # private: timm has no public name for it
 from torch import Tensor, nn
 
+from soft_models.attention.tokens import tokens_to_map
 from soft_models.checkpoints import LoadsOfficialWeights
-from soft_models.layers import MIN_SIZE, init_module_weights, prepare_images, tokens_to_map
+from soft_models.layers import MIN_SIZE, init_module_weights, prepare_images
 
 try:
     from timm.models._input import update_model_input_size  # private: how timm >= 1.0.31 records the size
@@ -63,11 +64,17 @@ class PyramidBackbone(LoadsOfficialWeights):
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.global_pool = check_choice("global_pool", global_pool, self.POOLS)
+        self.check_head(num_classes, num_prefix_tokens)
         self.num_features = self.head_hidden_size = embed_dims[-1]
         self.num_prefix_tokens = num_prefix_tokens
         self.feature_info = [
             {"num_chs": dim, "reduction": 4 * 2**i, "module": f"stages.{i}"} for i, dim in enumerate(embed_dims)
         ]
+
+    def check_head(self, num_classes: int, num_prefix_tokens: int) -> None:
+        """Refuse a classifier over a map, whose channels come before its pixels."""
+        if num_classes > 0 and self.global_pool == "" and num_prefix_tokens == 0:
+            raise ValueError(f"global_pool='' gives a map, which takes num_classes=0, got {num_classes}")
 
     def add_head(self, norm: nn.Module, drop_rate: float, **dd: Any) -> None:
         """Norm, dropout and classifier, registered last; then the initial weights."""
@@ -126,6 +133,7 @@ class PyramidBackbone(LoadsOfficialWeights):
         """New head of ``num_classes`` classes, 0 for none; ``global_pool=None`` keeps the pooling."""
         if global_pool is not None:
             self.global_pool = check_choice("global_pool", global_pool, self.POOLS)
+            self.check_head(num_classes, self.num_prefix_tokens)
         self.num_classes = num_classes
         if num_classes > 0:
             like = next(self.parameters())

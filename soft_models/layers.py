@@ -1,4 +1,4 @@
-"""Parts that the models share: image batches, maps and tokens, position tables, blocks, initial weights."""
+"""Parts that the models share: image batches, position tables, blocks, initial weights."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -26,18 +26,10 @@ __all__ = [
     "add_pos_embed",
     "init_module_weights",
     "prepare_images",
-    "tokens_to_map",
 ]
 
 
 MIN_SIZE = 32  # pixels along each side of an image: the last map is then 1 x 1
-
-
-def tokens_to_map(x: Tensor, feat_size: tuple[int, int]) -> Tensor:
-    """``(B, H * W, C)`` to ``(B, C, H, W)``; of contiguous tokens a view, in channels-last memory."""
-    B, _, C = x.shape
-    # Not transposed and then reshaped: that gives a batch of one strides which torch does not take for channels-last.
-    return x.reshape(B, feat_size[0], feat_size[1], C).permute(0, 3, 1, 2)
 
 
 @register_notrace_function

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from soft_models.attention import ATTENTIONS, attention_options, create_attention
 from soft_models.attention.inverse import NEWTON_STEPS
+from soft_models.attention.tokens import tokens_to_map
 from soft_models.backbone import PyramidBackbone, check_lengths, halve, resolve_act, resolve_norm, to_size
 from soft_models.checkpoints import checkpoint_filter_fn
-from soft_models.layers import Block, ConvBNReLU, PostNormBlock, add_pos_embed, tokens_to_map
+from soft_models.layers import Block, ConvBNReLU, PostNormBlock, add_pos_embed
 
 __all__ = ["PyramidTransformer", "checkpoint_filter_fn"]  # timm's tests look for the filter here
 

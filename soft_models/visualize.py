@@ -315,6 +315,8 @@ def model_rows(
     loaded, model, data_config, mode = load_or_random(TrainedConfig(model=name, checkpoint=checkpoint))
     count = len(attention_layers(model))
     size = cfg.size or data_config["input_size"][-1]
+    if cfg.block < 1 and cfg.block != -1:
+        raise UsageError(f"--block counts from 1, or is -1 for the last, got {cfg.block}")
     if cfg.panel < MIN_SIZE:
         raise UsageError(f"--panel must be at least {MIN_SIZE} pixels, got {cfg.panel}")
     if size < MIN_SIZE:

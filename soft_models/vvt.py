@@ -9,9 +9,10 @@ from timm.models import checkpoint
 from torch import Tensor, nn
 
 from soft_models.attention import create_attention
+from soft_models.attention.tokens import tokens_to_map
 from soft_models.backbone import PyramidBackbone, check_lengths, resolve_act, resolve_norm
 from soft_models.checkpoints import checkpoint_filter_fn
-from soft_models.layers import Block, init_module_weights, tokens_to_map
+from soft_models.layers import Block, init_module_weights
 
 __all__ = ["VicinityVisionTransformer", "checkpoint_filter_fn"]  # timm's tests look for the filter here
 

@@ -6,6 +6,7 @@ import itertools
 import operator
 import re
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ def family_names() -> list[str]:
     return list(smallest.values())
 
 
+PYRAMIDS = [name for name in family_names() if "_vit_" not in name]
+VIT = "cosformer_vit_tiny_patch16_224"
+
+
 FAST = family_names()
 over_families = pytest.mark.parametrize("name", FAST)
 over_names = pytest.mark.parametrize(
@@ -41,17 +46,8 @@ CLASSES = 10
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALF_ERROR = 0.02  # of the norm: what half precision may cost
 PYRAMID: dict[str, Any] = {"embed_dims": (16, 32, 48, 64), "depths": (1, 1, 2, 1), "num_heads": (1, 2, 3, 4)}
-VIT: dict[str, Any] = {"embed_dim": 48, "depth": 3, "num_heads": 3}
+SMALL_VIT: dict[str, Any] = {"embed_dim": 48, "depth": 3, "num_heads": 3}
 BLOCK = re.compile(r"(?:^|\.)blocks\.\d+$")
-
-# Size: parameters in millions, multiply-adds in billions at 224 x 224 without the iterative inverse.
-COUNTS = {
-    "tiny": (12.96, 1.95),
-    "small": (23.97, 3.38),
-    "medium": (45.58, 7.46),
-    "large": (64.42, 11.33),
-    "huge": (86.76, 16.15),
-}
 
 
 @functools.cache
@@ -63,7 +59,7 @@ def full(name: str) -> nn.Module:
 def small_args(name: str) -> dict[str, Any]:
     """Constructor arguments that make a model of the family of ``name`` small."""
     strides = {info["reduction"] for info in full(name).feature_info}
-    return {"img_size": 64, "num_classes": CLASSES, **(PYRAMID if len(strides) > 1 else VIT)}
+    return {"img_size": 64, "num_classes": CLASSES, **(PYRAMID if len(strides) > 1 else SMALL_VIT)}
 
 
 def small(name: str, **kwargs: Any) -> nn.Module:
@@ -181,3 +177,15 @@ def load(name: str, file: str, **kwargs: Any) -> nn.Module:
     overlay = {"file": file, "num_classes": CLASSES}
     arguments = small_args(name) | kwargs
     return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments).eval()
+
+
+def assert_equal_with_gradients(
+    actual: Tensor, expected: Tensor, inputs: Sequence[Tensor], rtol: float = 1e-8, atol: float = 1e-9
+) -> None:
+    """Outputs and the gradients that they send to ``inputs``."""
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+    cotangent = torch.randn_like(expected)
+    for a, b in zip(
+        torch.autograd.grad(actual, inputs, cotangent), torch.autograd.grad(expected, inputs, cotangent), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)

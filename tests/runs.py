@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from soft_models.commands.cli import load_yaml
 from soft_models.training import learner
+from soft_models.training.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 BASE = "--model test_byobnet --img-size 32 -b 6 -j 0 --device cpu --warmup-epochs 0 --opt adamw --lr 1e-3".split()
@@ -17,6 +19,11 @@ STATEFUL = (
     "--epochs 3 --mixup 0.2 --cutmix 0.5 --reprob 0.3 --drop 0.2 --drop-path 0.1 --model-ema --model-ema-warmup "
     "--sched-on-updates --clip-grad 1 --recovery-interval 1 --checkpoint-hist 2 --aa rand-m5"
 ).split()
+
+
+def load_config(path: Path) -> TrainConfig:
+    """The config that a YAML file describes."""
+    return TrainConfig(**load_yaml(path, TrainConfig))
 
 
 def rows(folder: Path) -> list[dict[str, str]]:

@@ -80,6 +80,8 @@ def test_attention_takes_the_common_arguments(name: str) -> None:
 
 @over_attentions
 def test_width_not_divisible_by_heads_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"dim must be divisible by .*num_heads.*dim=24.*num_heads=0"):
+        create_attention(name, 24, num_heads=0)
     with pytest.raises(ValueError, match=r"dim must be divisible by .*num_heads.*dim=24.*num_heads=5"):
         create_attention(name, 24, num_heads=5)
 

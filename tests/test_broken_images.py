@@ -72,6 +72,16 @@ def test_split_of_which_nothing_can_be_read_gives_no_number(
     assert f"none of the 3 images of {tmp_path / 'val'} can be read" in captured.err
 
 
+def test_update_without_any_image_is_left_out(tmp_path: Path) -> None:
+    data = write_folder(tmp_path / "data")
+    for path in (data / "train" / "a").iterdir():
+        path.write_bytes(b"")
+    options = "--model test_vit --epochs 1 -b 1 --amp --experiment run".split()
+    argv = [str(data), *BASE, *options, "--output", str(tmp_path)]
+    assert train_main(argv) == 0  # a loss scale, as float16 has one, wants gradients at every update
+    assert math.isfinite(float(rows(tmp_path / "run")[0]["train_loss"]))
+
+
 def test_processes_stop_together_at_a_batch_without_images(tmp_path: Path, command: list[str]) -> None:
     data = write_folder(tmp_path / "data")
     for path in (data / "train").rglob("*.png"):

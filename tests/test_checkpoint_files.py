@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import timm
@@ -17,6 +18,7 @@ from official import (
     official_state_dict,
     write,
 )
+from safetensors import SafetensorError
 
 from soft_models.checkpoints import CheckpointError, find_weights, read_checkpoint
 from soft_models.checkpoints.__main__ import main as convert_main
@@ -112,7 +114,7 @@ def test_weights_that_are_not_there_are_not_replaced(content: Any, use_ema: bool
 def test_converter_writes_what_the_official_file_holds(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     weights = official_state_dict(official_shapes("soft_official", "soft_tiny"))
     source = write({"state_dict": nested("module.")(weights), "epoch": 1}, tmp_path / "soft_tiny.pth")
-    target = tmp_path / "out.safetensors"
+    target = tmp_path / "new" / "out.safetensors"
     assert convert_main([str(source), str(target)]) == 0
     log = capfd.readouterr().err
     assert "under 'state_dict'" in log
@@ -124,6 +126,23 @@ def test_converter_writes_what_the_official_file_holds(tmp_path: Path, capfd: py
     assert written.keys() == model.state_dict().keys()
     assert all(torch.equal(tensor, written[name]) for name, tensor in model.state_dict().items())
     assert convert_main([str(source), str(target)]) == 2 and "--overwrite" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["out.pth", "out.safetensors"])
+def test_converter_leaves_what_it_cannot_write_anew(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    weights = official_state_dict(official_shapes("soft_official", "soft_tiny"))
+    source = write(weights, tmp_path / "soft_tiny.pth")
+    (tmp_path / target).write_bytes(b"before")
+
+    for error in (RuntimeError("no space"), SafetensorError("no space"), OSError("no space")):
+        for name in ("torch.save", "save_file"):
+            monkeypatch.setattr(f"soft_models.checkpoints.__main__.{name}", Mock(side_effect=error))
+        assert convert_main([str(source), str(tmp_path / target), "--overwrite"]) == 2
+        assert f"cannot write {tmp_path / target}: no space" in capfd.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([target, "soft_tiny.pth"])
+    assert (tmp_path / target).read_bytes() == b"before"
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,9 @@ from typing import Any
 import pytest
 import timm
 import torch
-from contract import family_names
+from contract import PYRAMID, PYRAMIDS, SMALL_VIT, VIT
 from torch import nn
 from torch.testing import assert_close
-
-PYRAMIDS = [name for name in family_names() if "_vit_" not in name]
-VIT = "cosformer_vit_tiny_patch16_224"
-SMALL: dict[str, Any] = {"embed_dims": (16, 24, 32, 48), "depths": (1, 1, 1, 1), "num_heads": (1, 2, 2, 3)}
 
 
 def randomise_statistics(model: nn.Module) -> None:
@@ -43,7 +39,7 @@ def smp() -> Any:
     + [("Unet", name) for name in PYRAMIDS if name != "soft_tiny"],
 )
 def test_smp_trains(smp: Any, architecture: str, name: str) -> None:
-    model = getattr(smp, architecture)(f"tu-{name}", encoder_weights=None, classes=3, **SMALL).train()
+    model = getattr(smp, architecture)(f"tu-{name}", encoder_weights=None, classes=3, **PYRAMID).train()
     logits = model(torch.randn(2, 3, 64, 96))
     assert logits.shape == (2, 3, 64, 96)
     logits.square().mean().backward()
@@ -53,7 +49,7 @@ def test_smp_trains(smp: Any, architecture: str, name: str) -> None:
 @pytest.mark.parametrize("architecture", ["DeepLabV3", "DeepLabV3Plus", "PAN"])
 def test_smp_decoders_that_dilate_the_encoder_are_refused(smp: Any, architecture: str) -> None:
     with pytest.raises(TypeError, match="output_stride"):
-        getattr(smp, architecture)("tu-soft_tiny", encoder_weights=None, **SMALL)
+        getattr(smp, architecture)("tu-soft_tiny", encoder_weights=None, **PYRAMID)
 
 
 def test_smp_takes_no_plain_vit(smp: Any) -> None:
@@ -71,15 +67,15 @@ def transformers() -> Any:
 
 def test_transformers_backbone_comes_back_from_a_folder(transformers: Any, tmp_path: Path) -> None:
     config = transformers.TimmBackboneConfig(backbone="soft_tiny", out_indices=[0, 1, 2, 3])
-    model = transformers.TimmBackbone(config, **SMALL).eval()
+    model = transformers.TimmBackbone(config, **PYRAMID).eval()
     randomise_statistics(model)
     x = torch.randn(1, 3, 64, 96)
     maps = model(x).feature_maps
-    assert [tuple(y.shape) for y in maps] == [(1, 16, 16, 24), (1, 24, 8, 12), (1, 32, 4, 6), (1, 48, 2, 3)]
-    assert model.channels == [16, 24, 32, 48]
+    assert [tuple(y.shape) for y in maps] == [(1, 16, 16, 24), (1, 32, 8, 12), (1, 48, 4, 6), (1, 64, 2, 3)]
+    assert model.channels == [16, 32, 48, 64]
     model.save_pretrained(tmp_path)
     # TimmBackbone's own from_pretrained takes timm's names and no folders, so this is its parent's.
-    again = super(transformers.TimmBackbone, transformers.TimmBackbone).from_pretrained(tmp_path, **SMALL).eval()
+    again = super(transformers.TimmBackbone, transformers.TimmBackbone).from_pretrained(tmp_path, **PYRAMID).eval()
     assert_same_tensors(again, model)
     for y, other in zip(again(x).feature_maps, maps, strict=True):
         assert_close(y, other)
@@ -87,7 +83,7 @@ def test_transformers_backbone_comes_back_from_a_folder(transformers: Any, tmp_p
 
 @pytest.mark.parametrize("name", ["soft_tiny", "vvt_tiny", VIT])
 def test_transformers_classifier_comes_back_from_a_folder(transformers: Any, name: str, tmp_path: Path) -> None:
-    arguments = {"embed_dim": 32, "depth": 1, "num_heads": 2} if name == VIT else SMALL
+    arguments = SMALL_VIT if name == VIT else PYRAMID
     config = transformers.TimmWrapperConfig(architecture=name, num_labels=10, model_args=arguments)
     model = transformers.TimmWrapperForImageClassification(config).eval()
     randomise_statistics(model)
@@ -106,18 +102,18 @@ def test_openmmlab_wrapper_keywords(name: str) -> None:
     """``mmpretrain.TIMMBackbone`` (mmdetection's and mmsegmentation's too) calls timm with all of these."""
     model = timm.create_model(
         model_name=name, features_only=True, pretrained=False, in_chans=3, checkpoint_path="", out_indices=(1, 2, 3),
-        **SMALL,
+        **PYRAMID,
     )  # fmt: skip
     maps = model(torch.randn(2, 3, 70, 90))
     assert isinstance(maps, list | tuple)
-    assert [tuple(y.shape[1:]) for y in maps] == [(24, 9, 12), (32, 5, 6), (48, 3, 3)]
-    assert model.feature_info.channels() == [24, 32, 48]
+    assert [tuple(y.shape[1:]) for y in maps] == [(32, 9, 12), (48, 5, 6), (64, 3, 3)]
+    assert model.feature_info.channels() == [32, 48, 64]
 
 
 @pytest.mark.parametrize("name", [*PYRAMIDS, VIT])
 def test_openmmlab_wrapper_resets_the_classifier(name: str) -> None:
     """Without ``features_only`` the wrapper takes head and pooling away, and returns what is left as one feature."""
-    arguments = {"embed_dim": 32, "depth": 1, "num_heads": 2} if name == VIT else SMALL
+    arguments = SMALL_VIT if name == VIT else PYRAMID
     model = timm.create_model(
         model_name=name, features_only=False, pretrained=False, in_chans=1, checkpoint_path="", **arguments
     )

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from runs import load_config
 
 from soft_models.commands.cli import cast, field_help, parse_config
 from soft_models.errors import UsageError
 from soft_models.registry import is_ours
-from soft_models.training.config import TrainConfig, ValidateConfig, load_config, plain_dict, to_yaml
+from soft_models.training.config import TrainConfig, ValidateConfig, plain_dict, to_yaml
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 

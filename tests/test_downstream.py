@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from contract import family_names
+from contract import PYRAMID, PYRAMIDS, SMALL_VIT, VIT
 from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -18,15 +18,10 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 from soft_models.checkpoints import CheckpointError
 from soft_models.downstream import FPNBackbone, MapBackbone, UPerNet
 
-PYRAMIDS = [name for name in family_names() if "_vit_" not in name]
-VIT = "cosformer_vit_tiny_patch16_224"
-SMALL: dict[str, Any] = {"embed_dims": (16, 24, 32, 48), "depths": (1, 1, 1, 1), "num_heads": (1, 2, 2, 3)}
-SMALL_VIT: dict[str, Any] = {"embed_dim": 32, "depth": 2, "num_heads": 2}
-
 
 def small(name: str) -> dict[str, Any]:
     """Constructor arguments of a tiny model."""
-    return SMALL_VIT if "_vit_" in name else SMALL
+    return SMALL_VIT if "_vit_" in name else PYRAMID
 
 
 @pytest.fixture
@@ -70,8 +65,8 @@ def test_maps_have_the_strides_and_channels_that_are_told(name: str, out_indices
 
 @pytest.mark.parametrize("name", PYRAMIDS)
 def test_maps_are_those_of_features_only_normalised(name: str) -> None:
-    backbone = MapBackbone(name, **SMALL).eval()
-    features = timm.create_model(name, features_only=True, **SMALL).eval()
+    backbone = MapBackbone(name, **PYRAMID).eval()
+    features = timm.create_model(name, features_only=True, **PYRAMID).eval()
     features.load_state_dict(backbone.model.state_dict())
     x = torch.randn(1, 3, 70, 90)
     for y, raw in zip(backbone(x), features(x), strict=True):
@@ -79,7 +74,7 @@ def test_maps_are_those_of_features_only_normalised(name: str) -> None:
 
 
 def test_maps_come_raw_without_norm() -> None:
-    backbone = MapBackbone("soft_tiny", norm=False, **SMALL).eval()
+    backbone = MapBackbone("soft_tiny", norm=False, **PYRAMID).eval()
     x = torch.randn(1, 3, 64, 64)
     assert all(torch.equal(y, raw) for y, raw in zip(backbone(x), backbone.model(x), strict=True))
     assert not any(isinstance(module, LayerNorm2d) for module in backbone.modules())
@@ -87,7 +82,7 @@ def test_maps_come_raw_without_norm() -> None:
 
 @pytest.mark.parametrize("frozen_stages", range(5))
 def test_frozen_stages_stay_as_they_are(frozen_stages: int) -> None:
-    backbone = MapBackbone("soft_tiny", frozen_stages=frozen_stages, drop_path_rate=0.5, **SMALL).train()
+    backbone = MapBackbone("soft_tiny", frozen_stages=frozen_stages, drop_path_rate=0.5, **PYRAMID).train()
     before = {name: value.clone() for name, value in backbone.state_dict().items()}
     optimizer = torch.optim.SGD([p for p in backbone.parameters() if p.requires_grad], lr=0.1, weight_decay=0.1)
     torch.stack([y.square().mean() for y in backbone(torch.randn(2, 3, 64, 64))]).sum().backward()
@@ -106,7 +101,7 @@ def test_frozen_stages_stay_as_they_are(frozen_stages: int) -> None:
 
 
 def test_frozen_bn_keeps_its_statistics_and_its_output() -> None:
-    plain, frozen = (MapBackbone("soft_tiny", frozen_bn=flag, **SMALL) for flag in (False, True))
+    plain, frozen = (MapBackbone("soft_tiny", frozen_bn=flag, **PYRAMID) for flag in (False, True))
     frozen.load_state_dict(plain.state_dict())
     x = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
@@ -122,7 +117,7 @@ def test_classifier_goes_into_a_backbone_bit_by_bit(
 ) -> None:
     path, model = classifier_file(name, tmp_path, img_size=48)
     with caplog.at_level(logging.INFO, "soft_models.downstream"):
-        backbone = MapBackbone(name, checkpoint=path, **SMALL)
+        backbone = MapBackbone(name, checkpoint=path, **PYRAMID)
     own = backbone.model.model.state_dict()
     given = model.state_dict()
     assert own
@@ -135,7 +130,7 @@ def test_classifier_goes_into_a_backbone_bit_by_bit(
 def test_another_image_size_resizes_the_tables_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, _ = classifier_file("soft_tiny", tmp_path, img_size=48)
     with caplog.at_level(logging.INFO, "soft_models.downstream"):
-        backbone = MapBackbone("soft_tiny", checkpoint=path, img_size=96, **SMALL)
+        backbone = MapBackbone("soft_tiny", checkpoint=path, img_size=96, **PYRAMID)
     assert backbone.model.model.stages[0].pos_embed.shape[1:3] == (24, 24)
     assert "4 are changed by a resize" in caplog.text
 
@@ -144,7 +139,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("soft_models.checkpoints.convert.registered_names", list)  # advice takes seconds
     path, _ = classifier_file("vvt_tiny", tmp_path)
     with pytest.raises(CheckpointError, match="the weights do not fit"):
-        MapBackbone("soft_tiny", checkpoint=path, **SMALL)
+        MapBackbone("soft_tiny", checkpoint=path, **PYRAMID)
     with pytest.raises(CheckpointError, match="no checkpoint file"):
         MapBackbone("soft_tiny", checkpoint=tmp_path / "missing.pth")
 
@@ -186,7 +181,7 @@ def test_mistakes_about_heads_are_one_line(build: Callable[[], nn.Module], messa
     [("pool", ["0", "1", "2", "3", "pool"]), ("p6p7", ["0", "1", "2", "3", "p6", "p7"]), ("", ["0", "1", "2", "3"])],
 )
 def test_fpn_gives_maps_by_name(extra: str, names: list[str]) -> None:
-    backbone = FPNBackbone("soft_tiny", out_channels=8, extra=extra, **SMALL).eval()
+    backbone = FPNBackbone("soft_tiny", out_channels=8, extra=extra, **PYRAMID).eval()
     maps = backbone(torch.randn(1, 3, 128, 96))
     assert list(maps) == names
     strides = (4, 8, 16, 32, 64, 128)[: len(names)]
@@ -253,7 +248,7 @@ def test_upernet_trains_and_gives_logits_of_the_images_size(name: str) -> None:
 
 
 def test_upernet_on_a_list_equals_images_one_by_one_where_no_padding_differs() -> None:
-    model = UPerNet("soft_tiny", num_classes=5, channels=8, **SMALL).eval()
+    model = UPerNet("soft_tiny", num_classes=5, channels=8, **PYRAMID).eval()
     images = [torch.randn(3, 64, 96), torch.randn(3, 50, 96), torch.randn(3, 64, 70)]
     logits = model(images)
     assert [tuple(y.shape) for y in logits] == [(5, 64, 96), (5, 50, 96), (5, 64, 70)]
@@ -262,7 +257,7 @@ def test_upernet_on_a_list_equals_images_one_by_one_where_no_padding_differs() -
 
 
 def test_upernet_sees_beyond_one_map() -> None:
-    model = UPerNet("soft_tiny", num_classes=2, channels=8, **SMALL).eval()
+    model = UPerNet("soft_tiny", num_classes=2, channels=8, **PYRAMID).eval()
     maps = [torch.randn(1, dim, 32 // 2**i, 32 // 2**i) for i, dim in enumerate(model.body.channels)]
     base = model.forward_head(maps)
     for i in range(4):
@@ -273,7 +268,7 @@ def test_upernet_sees_beyond_one_map() -> None:
 def test_backbone_in_a_detector_with_anchors_of_its_own_stages(
     images: list[Tensor], targets: list[dict[str, Tensor]]
 ) -> None:
-    backbone = FPNBackbone("soft_tiny", 16, extra="", out_indices=(0, 1), **SMALL)
+    backbone = FPNBackbone("soft_tiny", 16, extra="", out_indices=(0, 1), **PYRAMID)
     anchors = AnchorGenerator(((16,), (32,)), ((0.5, 1.0, 2.0),) * 2)
     model = RetinaNet(backbone, num_classes=3, anchor_generator=anchors, min_size=64, max_size=128).train()
     assert all(loss.isfinite() for loss in model(images, targets).values())

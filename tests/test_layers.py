@@ -7,7 +7,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.testing import assert_close
 
 from soft_models import layers
-from soft_models.layers import Block, ConvBNReLU, PostNormBlock, prepare_images, tokens_to_map
+from soft_models.attention.tokens import tokens_to_map
+from soft_models.layers import Block, ConvBNReLU, PostNormBlock, prepare_images
 
 
 @pytest.mark.parametrize("batch", [1, 2])

@@ -84,7 +84,7 @@ def test_odd_images_are_predicted_or_named(predict: Callable[..., Any], data: Pa
     code, results, printed = predict(str(tmp_path / "odd"))
     assert code == 1
     assert {Path(result["image"]).name for result in results if "error" in result} == BROKEN
-    assert len(results) == 11
+    assert len(results) == 12
     for name in BROKEN:
         assert f"skipped unreadable image {tmp_path / 'odd' / name} (" in printed.err
         assert f"{tmp_path / 'odd' / name}: unreadable" in printed.out

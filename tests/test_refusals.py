@@ -16,8 +16,10 @@ from soft_models.training.validate import main as validate_main
 REFUSALS = {
     "model": (["--model", "sofft_tiny"], "unknown model 'sofft_tiny'; did you mean 'soft_tiny'"),
     "optimizer": (["--opt", "adamv"], "unknown --opt 'adamv'; did you mean 'adam"),
-    "schedule": (["--sched", "cosin"], "unknown --sched 'cosin'; did you mean 'cosine'"),
-    "metric": (["--eval-metric", "top_1"], "unknown --eval-metric 'top_1'; did you mean 'top1'"),
+    "schedule": (["--sched", "cosin"], "got 'cosin'; did you mean 'cosine'"),
+    "metric": (["--eval-metric", "top_1"], "got 'top_1'; did you mean 'top1'"),
+    "validation batch": (["-vb", "0"], "--validation-batch-size must be at least 1, got 0"),
+    "dataset": (["--dataset", "cifar10"], "--dataset must start with torch/, hfds/"),
     "flag": (["--epoch", "3"], "unknown flag --epoch; did you mean '--epochs'"),
     "workers": (["-j", "-1"], "--workers must be at least 0, got -1"),
     "batch": (["-b", "64"], "--batch-size 64 is larger than the dataset"),
@@ -49,7 +51,7 @@ def test_output_that_cannot_be_written_to_is_refused(
     trained: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train_main([str(data), *BASE, "--output", "/dev/null", "--experiment", "run"]) == 2
-    assert "cannot write to the folder '/dev/null/run' (Not a directory); name another" in capsys.readouterr().err
+    assert "cannot write to the folder '/dev/null' (File exists); name another" in capsys.readouterr().err
     argv = [str(data), "-j", "0", "--checkpoint", str(trained / "last.pth.tar"), "--results-file", "/dev/null/x.csv"]
     assert validate_main(argv) == 2
     captured = capsys.readouterr()
@@ -84,6 +86,13 @@ def test_mistakes_are_refused_in_validation(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert message in captured.err
+
+
+def test_scores_of_tokens_are_refused(train: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--model", "pyramid_tiny_linformer", "--gp", "") == 2
+    assert "the model gives scores of shape (1, 2, 3) for an image; pool its tokens" in capsys.readouterr().err
+    assert train("--model", "vvt_tiny", "--gp", "") == 2
+    assert "global_pool='' gives a map, which takes num_classes=0, got 3" in capsys.readouterr().err
 
 
 def test_images_too_small_for_the_model_are_refused_before_training(

@@ -194,10 +194,27 @@ def test_file_systems_without_links_get_copies(
         raise OSError("not here")
 
     monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr(os, "rename", refuse)
     assert train("--epochs", "1") == 0
     names = ("last", "model_best", "checkpoint-0")
     assert len({(tmp_path / "run" / f"{name}.pth.tar").read_bytes() for name in names}) == 1
+
+
+def test_resume_needs_the_same_optimizer_and_ranking(
+    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--epochs", "1") == 0
+    again = ["--epochs", "2", "--resume", "auto"]
+    assert train(*again, "--opt", "lamb") == 2
+    assert "has the state of --opt adamw, not of lamb; give the same, or --no-resume-opt" in capsys.readouterr().err
+    for options, own in ((["--eval-metric", "loss"], "validation loss"), (["--val-split", ""], "training loss")):
+        assert train(*again, *options) == 2
+        assert f"ranks its checkpoints by validation top1, this run by {own}" in capsys.readouterr().err
+    path = tmp_path / "run" / "last.pth.tar"
+    torch.save({**load(path), "optimizer": {"lr": 0.1}}, tmp_path / "other.pth.tar")
+    assert train("--epochs", "2", "--resume", str(tmp_path / "other.pth.tar"), experiment="third") == 2
+    assert "the optimizer in" in capsys.readouterr().err
+    assert train("--epochs", "2", "--resume", str(path), "--eval-metric", "loss", experiment="fourth") == 0
+    assert train(*again, "--opt", "lamb", "--no-resume-opt") == 0
 
 
 def test_recovery_needs_the_same_steps(

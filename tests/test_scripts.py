@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import timm
 import torch
-from runs import BASE, ROOT, assert_same, load, rows
+from runs import BASE, ROOT, assert_same, load, load_config, rows
 
+from soft_models.commands import progress
 from soft_models.training import learner
-from soft_models.training.config import load_config
 
 
 def test_files_are_those_of_timm(trained: Path) -> None:
@@ -95,6 +95,9 @@ def test_checkpoints_of_timm_are_read(
     assert (result["model"], result["img_size"], result["weights"]) == ("test_byobnet", 32, "raw")
     assert train("--resume", str(tmp_path / "last.pth.tar"), "--epochs", "2") == 0
     assert [row["epoch"] for row in rows(tmp_path / "run")] == ["1"]
+    torch.save({"args": ["--lr", "1"], "state_dict": model.state_dict()}, tmp_path / "plain.pth")
+    options = ["--model", "test_byobnet", "--num-classes", "3", "--img-size", "32"]
+    assert validate("--checkpoint", str(tmp_path / "plain.pth"), *options)["loss"] == pytest.approx(result["loss"])
 
 
 def test_workers_may_be_spawned(data: Path, tmp_path: Path) -> None:
@@ -223,6 +226,36 @@ def test_start_epoch_and_fresh_optimizer(train: Callable[..., int], trained: Pat
     assert [row["epoch"] for row in rows(tmp_path / "run")] == ["0", "1", "3"]
     steps = {int(state["step"]) for state in load(tmp_path / "run" / "last.pth.tar")["optimizer"]["state"].values()}
     assert steps == {4}, "the optimizer must have begun anew"
+
+
+def test_epochs_trained_again_take_the_place_of_their_rows(train: Callable[..., int], tmp_path: Path) -> None:
+    assert train("--epochs", "2") == 0
+    assert train("--epochs", "2", "--start-epoch", "1", "--resume", str(tmp_path / "run" / "last.pth.tar")) == 0
+    assert [row["epoch"] for row in rows(tmp_path / "run")] == ["0", "1"]
+
+
+def test_images_per_second_count_every_accumulated_step(
+    train: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[tuple[int, int]] = []
+    original = progress.Progress.show
+
+    def show(self: progress.Progress, step: int, images: int, **values: float) -> None:
+        if self.title.startswith("epoch"):
+            shown.append((step, images))
+        original(self, step, images, **values)
+
+    monkeypatch.setattr(progress.Progress, "show", show)
+    assert train("--epochs", "1", "-b", "4", "--grad-accum-steps", "4") == 0
+    assert shown == [(4, 16), (6, 8)]
+
+
+def test_a_log_has_a_line_for_each_interval_passed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "soft_models")
+    bar = progress.Progress("epoch 0", 12, interval=5, enabled=True)
+    for step in range(3, 13, 3):  # as with three accumulated steps
+        bar.show(step, 8)
+    assert [record.getMessage().split(", ")[0] for record in caplog.records] == ["epoch 0: 6/12", "epoch 0: 12/12"]
 
 
 def test_accumulated_steps_equal_a_larger_batch(train: Callable[..., int], tmp_path: Path) -> None:

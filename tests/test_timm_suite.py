@@ -3,12 +3,10 @@
 import pytest
 import timm
 import torch
-from contract import family_names
+from contract import FAST, over_names
 from timm_suite import CHECKS, ONLY_CALLED, excused, returns_tokens, run_check
 
 from soft_models.registry import registered_names
-
-FAST = family_names()
 
 
 def checks() -> list[object]:
@@ -33,9 +31,7 @@ def test_of_timm(test: str, name: str) -> None:
     run_check(test, name)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in registered_names()]
-)
+@over_names
 def test_exceptions_are_the_names_with_tokens(name: str) -> None:
     model = timm.create_model(name, device="meta").eval()
     features = model.forward_features(torch.empty(1, *model.pretrained_cfg["input_size"], device="meta"))

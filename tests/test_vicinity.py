@@ -6,6 +6,7 @@ import warnings
 import naive
 import pytest
 import torch
+from contract import assert_equal_with_gradients
 from torch import Tensor
 
 from soft_models.attention.vicinity import VicinityAttention, clamp_magnitude, vicinity_attention
@@ -23,15 +24,6 @@ def per_head(q: Tensor, k: Tensor, v: Tensor, feat_size: tuple[int, int], clamp:
         for b in range(len(q))
     ]
     return torch.stack(rows)
-
-
-def assert_equal_with_gradients(actual: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
-    cotangent = torch.randn_like(expected)
-    for a, b in zip(
-        torch.autograd.grad(actual, inputs, cotangent), torch.autograd.grad(expected, inputs, cotangent), strict=True
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize(("feat_size", "num_prefix"), [((7, 7), 0), ((4, 9), 0), ((2, 2), 0), ((3, 4), 2)])

@@ -141,6 +141,7 @@ def test_checkpoint_of_a_training_run_names_its_model(photo: Path, tmp_path: Pat
         (["PHOTO", "--stage", "0"], "stage 0 does not exist"),
         (["PHOTO", "--head", "3"], "head 3 does not exist: stage 1 has heads 1 to 2"),
         (["PHOTO", "--block", "2"], "block 2 does not exist: stage 1 has blocks 1 to 1"),
+        (["PHOTO", "--block", "0"], "--block counts from 1, or is -1 for the last, got 0"),
         (["PHOTO", "--size", "16"], "--size must be at least 32 pixels, got 16"),
         (["PHOTO", "--panel", "8"], "--panel must be at least 32 pixels, got 8"),
         (["PHOTO", "--output", "sheet.jpg"], "--output must end with .png"),

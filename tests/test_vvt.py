@@ -1,12 +1,12 @@
 """VVT: official numbers, sizes, features, gradients."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import timm
 import torch
 from official import (
+    MINI,
     largest_deviation,
     official_images,
     official_outputs,
@@ -19,14 +19,6 @@ from torch import Tensor
 from soft_models.checkpoints import CheckpointError, checkpoint_filter_fn
 from soft_models.variants.vvt import VARIANTS, default_cfgs
 from soft_models.vvt import ConvMlp, VicinityVisionTransformer
-
-MINI: dict[str, Any] = {
-    "embed_dims": (32, 64, 96, 128),
-    "num_heads": (1, 2, 3, 4),
-    "mlp_ratios": (8, 8, 4, 4),
-    "depths": (1, 1, 2, 1),
-    "num_classes": 10,
-}
 
 
 def official_weights(tag: str) -> dict[str, Tensor]:
@@ -111,11 +103,6 @@ def test_any_image_size_works_and_every_pixel_counts(size: tuple[int, int]) -> N
     changed = x.clone()
     changed[:, :, -1, -1] += 5
     assert (model.forward_intermediates(changed, intermediates_only=True)[0] - maps[0]).abs().max() > 0
-
-
-def test_images_below_the_minimum_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least 32 x 32 pixels, got 31 x 64"):
-        VicinityVisionTransformer(**MINI)(torch.randn(1, 3, 31, 64))
 
 
 def test_inference_in_place_equals_training_arithmetic() -> None:

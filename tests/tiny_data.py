@@ -37,6 +37,7 @@ def write_odd_images(folder: Path, whole: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     image.save(folder / "turned.jpg", exif=exif)
+    image.save(folder / "strange.jpg", exif=b"Exif\0\0no TIFF header")
     image.resize((1, 1)).save(folder / "dot.png")
     image.resize((10_000, 10)).save(folder / "strip.png")
     image.resize((2_100, 2)).save(folder / "thread.png")

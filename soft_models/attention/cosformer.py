@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from soft_models.attention.heads import autocast_off, head_width, merge_heads, split_heads
+from soft_models.attention.tokens import autocast_off, head_width, merge_heads, split_heads
 from soft_models.graphs import is_open
 
 __all__ = [

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from soft_models.attention.heads import head_width, merge_heads, split_heads
 from soft_models.attention.pooling import MapPool
+from soft_models.attention.tokens import head_width, merge_heads, split_heads
 
 __all__ = ["LinformerAttention"]
 

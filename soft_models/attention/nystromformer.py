@@ -6,8 +6,8 @@ import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from soft_models.attention.heads import at_least_float32, autocast_off, head_width, merge_heads, split_heads
 from soft_models.attention.pooling import MapPool
+from soft_models.attention.tokens import at_least_float32, autocast_off, head_width, merge_heads, split_heads
 
 __all__ = ["NystromformerAttention", "iterative_pinv", "nystrom_attention", "nystrom_factors"]
 

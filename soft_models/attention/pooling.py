@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from soft_models.attention.tokens import tokens_to_map
 from soft_models.graphs import is_open
-from soft_models.layers import tokens_to_map
 
-__all__ = ["MapPool", "check_grid", "pool_map"]
+__all__ = ["MapPool", "check_cell", "check_grid", "pool_map"]
 
 
 def check_grid(grid: int | tuple[int, int] | None) -> tuple[int, int] | None:
@@ -24,6 +24,17 @@ def check_grid(grid: int | tuple[int, int] | None) -> tuple[int, int] | None:
     if height < 1 or width < 1:
         raise ValueError(f"landmark_grid must be positive, got {grid}")
     return int(height), int(width)
+
+
+def check_cell(sr_ratio: int) -> int:
+    """``sr_ratio``, the pixels of a cell along each side.
+
+    Raises:
+        ValueError: It is below 1.
+    """
+    if sr_ratio < 1:
+        raise ValueError(f"sr_ratio must be at least 1, got {sr_ratio}")
+    return sr_ratio
 
 
 def pool_map(x: Tensor, grid: tuple[int, int] | None, cell: int) -> Tensor:
@@ -65,7 +76,7 @@ class MapPool(nn.Module):
     def __init__(self, grid: int | tuple[int, int] | None, cell: int) -> None:
         super().__init__()
         self.grid = check_grid(grid)
-        self.cell = cell
+        self.cell = check_cell(cell)
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         num_prefix = x.shape[1] - feat_size[0] * feat_size[1]

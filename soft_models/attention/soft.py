@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from soft_models.attention.heads import at_least_float32, autocast_off, fold_heads, head_width, unfold_heads
 from soft_models.attention.inverse import (
     GRADIENT_STEPS,
     NEWTON_STEPS,
@@ -17,9 +16,16 @@ from soft_models.attention.inverse import (
     ridge_scale,
     solve_spd,
 )
-from soft_models.attention.pooling import check_grid, pool_map
+from soft_models.attention.pooling import check_cell, check_grid, pool_map
+from soft_models.attention.tokens import (
+    at_least_float32,
+    autocast_off,
+    fold_heads,
+    head_width,
+    tokens_to_map,
+    unfold_heads,
+)
 from soft_models.graphs import is_traced
-from soft_models.layers import tokens_to_map
 
 __all__ = [
     "Landmarks",
@@ -171,12 +177,10 @@ class Landmarks(nn.Module):
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         if kind not in ("avg", "conv"):
             raise ValueError(f"unknown landmarks {kind!r}; choose 'avg' or 'conv'")
-        if sr_ratio < 1:
-            raise ValueError(f"sr_ratio must be at least 1, got {sr_ratio}")
         head_dim = head_width(dim, num_heads)
         self.num_heads = num_heads
         self.scale = head_dim**-0.25
-        self.sr_ratio = sr_ratio
+        self.sr_ratio = check_cell(sr_ratio)
         self.grid = check_grid(grid)
         self.conv = nn.Conv2d(head_dim, head_dim, sr_ratio, sr_ratio, bias=False, **dd) if kind == "conv" else None
         self.norm = nn.LayerNorm(head_dim, eps=1e-5, **dd)

@@ -15,7 +15,7 @@ from soft_models.attention.cosformer import (
     reweight,
     reweighted_attention,
 )
-from soft_models.attention.heads import autocast_off, merge_heads
+from soft_models.attention.tokens import autocast_off, merge_heads
 
 __all__ = ["VicinityAttention", "clamp_magnitude", "vicinity_attention"]
 
@@ -110,7 +110,7 @@ class VicinityAttention(nn.Module):
     ) -> None:
         super().__init__()
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
-        if feature_reduction < 1 or dim % (feature_reduction * num_heads):
+        if feature_reduction < 1 or num_heads < 1 or dim % (feature_reduction * num_heads):
             raise ValueError(
                 "dim must be divisible by feature_reduction * num_heads, "
                 f"got dim={dim}, feature_reduction={feature_reduction}, num_heads={num_heads}"

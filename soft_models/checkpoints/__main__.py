@@ -11,6 +11,7 @@ from pathlib import Path
 
 import timm
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from soft_models.checkpoints.convert import (
     strip_prefixes,
 )
 from soft_models.checkpoints.files import find_weights, read_checkpoint
-from soft_models.commands.files import replacing
+from soft_models.commands.files import make_folder, replacing
 from soft_models.commands.script import run_script, setup_logging
 from soft_models.errors import CheckpointError, some_of
 
@@ -56,6 +57,7 @@ def convert(args: argparse.Namespace) -> int:
         raise CheckpointError(f"the target must end in .safetensors or .pth, got {str(args.target)!r}")
     if args.target.exists() and not args.overwrite:
         raise CheckpointError(f"{args.target} exists; choose another name or add --overwrite")
+    make_folder(args.target.parent)
     key, found = find_weights(read_checkpoint(args.source, weights_only=not args.trust), args.use_ema)
     _logger.info("weights: %s", f"under {key!r}" if key else "the file itself")
     weights = native_weights(found)
@@ -90,10 +92,13 @@ def check_name(name: str, weights: dict[str, Tensor]) -> None:
 def write(weights: dict[str, Tensor], target: Path) -> None:
     """Write next to the target, read back, and only then put it in place."""
     with replacing(target) as temporary:
-        if target.suffix == ".safetensors":
-            save_file(weights, temporary, metadata={"format": "pt"})
-        else:
-            torch.save(weights, temporary)
+        try:
+            if target.suffix == ".safetensors":
+                save_file(weights, temporary, metadata={"format": "pt"})
+            else:
+                torch.save(weights, temporary)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(f"cannot write {target}: {' '.join(str(error).split())}") from error
         again = read_checkpoint(temporary)
         if again.keys() != weights.keys() or not all(torch.equal(again[key], weights[key]) for key in weights):
             raise CheckpointError(f"what was read back from {target} is not what was written; is the disk full?")

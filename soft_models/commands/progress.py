@@ -15,7 +15,7 @@ class Progress:
 
     Args:
         title: What the loop does.
-        total: Steps, 0 if unknown.
+        total: Steps.
         interval: Steps between lines in a log.
         enabled: Whether to show anything.
     """
@@ -23,7 +23,7 @@ class Progress:
     def __init__(self, title: str, total: int, interval: int, enabled: bool) -> None:
         self.title, self.total, self.interval, self.enabled = title, total, max(interval, 1), enabled
         self.bar = enabled and sys.stderr.isatty()
-        self.images = 0
+        self.images = self.lines = 0
         self.start = self.shown = time.perf_counter()
 
     @property
@@ -39,12 +39,13 @@ class Progress:
         time_to_draw = time.perf_counter() - self.shown > 0.1 or step == self.total
         if self.bar and time_to_draw:
             self.shown = time.perf_counter()
-            filled = WIDTH * step // max(self.total, step)
+            filled = WIDTH * step // self.total
             bar = "#" * filled + "." * (WIDTH - filled)
-            sys.stderr.write(f"\r\033[K{self.title} [{bar}] {self._text(step, values)}")
+            sys.stderr.write(f"\r\033[K{self.title} [{bar}] {self.text(step, values)}")
             sys.stderr.flush()
-        elif not self.bar and step % self.interval == 0:
-            _logger.info("%s: %s", self.title, self._text(step, values))
+        elif not self.bar and step // self.interval > self.lines:
+            self.lines = step // self.interval
+            _logger.info("%s: %s", self.title, self.text(step, values))
 
     def close(self) -> None:
         """Take the bar away."""
@@ -52,6 +53,7 @@ class Progress:
             sys.stderr.write("\r\033[K")
             sys.stderr.flush()
 
-    def _text(self, step: int, values: dict[str, float]) -> str:
+    def text(self, step: int, values: dict[str, float]) -> str:
+        """What is shown of a step."""
         numbers = "".join(f", {name} {value:.3g}" for name, value in values.items() if not math.isnan(value))
         return f"{step}/{self.total}, {self.rate:.0f} img/s{numbers}"

@@ -1,21 +1,21 @@
-"""The options of training, validation and prediction, with timm's names: each is a field, listed once.
+"""The options of training, of validation and of what runs a trained model, with timm's names: each is a field.
 
-The comment behind a field is its line in ``--help``; the command line and the YAML reader are derived in ``cli``.
+The comment behind a field is its line in ``--help``; the command line and the YAML reader are derived from the
+fields in ``soft_models.commands.cli``.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import yaml
 
-from soft_models.commands.cli import load_yaml
 from soft_models.errors import UsageError
 
 AmpDtype = Literal["float16", "bfloat16"]
 Interpolation = Literal["", "bilinear", "bicubic", "random", "nearest", "lanczos", "box", "hamming"]
-EVAL_METRICS = ("top1", "top5", "loss")
+Metric = Literal["top1", "top5", "loss"]
+Schedule = Literal["cosine", "tanh", "step", "multistep", "plateau", "poly", "constant", "wsd", "rsqrt", "none"]
 
 _TIMM_SCRIPT = "out of scope here, use timm's own train.py with --device-modules soft_models"
 OUT_OF_SCOPE: Mapping[str, str] = {
@@ -133,7 +133,7 @@ class TrainConfig(DataConfig):
     layer_decay_min_scale: float = 0.0  # smallest factor that layer_decay reaches
     layer_decay_no_opt_scale: float | None = None  # groups below this factor are not trained
     # Schedule.
-    sched: str = "cosine"  # cosine, tanh, step, multistep, plateau, poly, constant, wsd, rsqrt or none
+    sched: Schedule = "cosine"  # cosine, tanh, step, multistep, plateau, poly, constant, wsd, rsqrt or none
     sched_on_updates: bool = False  # change the rate on every update, not every epoch
     lr: float | None = None  # learning rate; by default from lr_base
     lr_base: float = 0.1  # learning rate at a global batch of lr_base_size
@@ -196,7 +196,7 @@ class TrainConfig(DataConfig):
     checkpoint_hist: int = 10  # numbered checkpoints kept
     recovery_interval: int = 0  # updates between recovery checkpoints, 0 for none
     val_interval: int = 1  # epochs between validations
-    eval_metric: str = "top1"  # top1, top5 or loss: what ranks checkpoints
+    eval_metric: Metric = "top1"  # top1, top5 or loss: what ranks checkpoints
     skip_nonfinite: int = 0  # non-finite updates in a row that are left out before the run stops
 
     @property
@@ -232,22 +232,19 @@ def check_counts(cfg: ModelConfig, minimum: int, *names: str) -> None:
         UsageError: One is.
     """
     for name in names:
-        if getattr(cfg, name) < minimum:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least {minimum}, got {getattr(cfg, name)}")
+        value = getattr(cfg, name)
+        if value is not None and value < minimum:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {minimum}, got {value}")
 
 
-def load_config(path: str | Path) -> TrainConfig:
-    """The training config that a YAML file describes.
-
-    Raises:
-        UsageError: No such file, or an unknown key or value in it.
-    """
-    return TrainConfig(**load_yaml(path, TrainConfig))
+def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as text, numbers, lists and dicts: what YAML and checkpoints can hold."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
 def plain_dict(cfg: ModelConfig) -> dict[str, Any]:
-    """The options as text, numbers, lists and dicts: what YAML and checkpoints can hold."""
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(cfg).items()}
+    """The options as :func:`plain_values`."""
+    return plain_values(asdict(cfg))
 
 
 def to_yaml(cfg: ModelConfig) -> str:

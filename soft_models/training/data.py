@@ -28,7 +28,7 @@ class Sample(NamedTuple):
     image: Tensor
     target: int
     item: int
-    turned: bool  # EXIF data ask for another orientation, see read_image
+    turned: bool  # EXIF data ask for another orientation, see asks_to_be_turned
 
 
 class Broken(NamedTuple):

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from soft_models.commands.progress import Progress
 from soft_models.errors import RunStopped, UsageError
 
 from .augment import BatchTransform
+from .config import Metric
 from .data import Batch, ImageReport
 from .learner import Learner
 from .runtime import Runtime
@@ -55,8 +56,8 @@ class EvalResult:
     skipped: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """Loss, top1 and top5."""
-        return {name: value for name, value in asdict(self).items() if name in ("loss", "top1", "top5")}
+        """What can rank a checkpoint."""
+        return {name: value for name, value in asdict(self).items() if name in get_args(Metric)}
 
 
 @dataclass
@@ -107,14 +108,16 @@ def train_one_epoch(
         if not is_last:
             continue
         position.updates += 1
-        norm = learner.update(position.updates)
+        images = sum(len(batch.indices) for batch in update_batches)
+        # Without an image there are no gradients, which a loss scale does not take.
+        norm = learner.update(position.updates) if images else 0.0
         if not _check_finite(norm, loss, learner, setup, position, update_batches):
             for tensor, before in zip(statistics, saved, strict=True):
                 tensor.copy_(before)
         update_batches = []
         if learner.scheduler is not None:
             learner.scheduler.step_update(position.updates)
-        progress.show(position.step, len(batch.indices) * setup.runtime.world_size, loss=loss, lr=learner.lr, norm=norm)
+        progress.show(position.step, images * setup.runtime.world_size, loss=loss, lr=learner.lr, norm=norm)
         if position.step < steps and after_update(position):
             progress.close()
             return None

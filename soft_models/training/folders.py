@@ -99,13 +99,14 @@ def label_images(scan: FolderScan, classes: Sequence[str]) -> list[tuple[str, in
         UsageError: The split has a class that is not among ``classes``.
     """
     labels = {name: label for label, name in enumerate(classes)}
-    unknown = [name for name in scan.classes if name not in labels]
+    present = scan.classes
+    unknown = [name for name in present if name not in labels]
     if unknown:
         raise UsageError(
             f"{scan.root} has classes unknown to the model: {some_of(unknown)}{suggestion(unknown[0], classes)}; "
             f"it knows {len(classes)}: {some_of(classes)}"
         )
-    absent = [name for name in classes if name not in set(scan.classes)]
+    absent = sorted(labels.keys() - set(present), key=labels.__getitem__)
     if absent:
         _logger.warning("%s has no images of %d classes: %s; labels stay", scan.root, len(absent), some_of(absent))
     return [(path, labels[name]) for path, name in scan.images]

@@ -31,8 +31,15 @@ def read_image(file: str | Path | IO[bytes], mode: str) -> Image.Image:
 
 
 def asks_to_be_turned(image: Image.Image) -> bool:
-    """Whether the EXIF data that an image was read with ask for another orientation."""
-    return "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation, 1) not in (0, 1)
+    """Whether the EXIF data that an image was read with ask for another orientation; broken data ask for nothing."""
+    if "exif" not in image.info:
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return image.getexif().get(ExifTags.Base.Orientation, 1) not in (0, 1)
+        except Exception:  # a parser that trips over broken content, as decoders do
+            return False
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:

@@ -112,7 +112,7 @@ class Learner:
         options = [{key: group[key] for key in GROUP_OPTIONS if key in group} for group in self.optimizer.param_groups]
         try:
             self.optimizer.load_state_dict(dict(state))
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(
                 f"the optimizer in {path} is not this run's ({error}); give the same --opt, --weight-decay and "
                 "--layer-decay, or --no-resume-opt"

@@ -8,7 +8,6 @@ import timm
 import torch
 from timm.data import resolve_data_config
 from timm.models import get_pretrained_cfg, is_model
-from timm.optim import list_optimizers
 from torch import nn
 
 from soft_models.checkpoints import read_checkpoint
@@ -16,12 +15,10 @@ from soft_models.checkpoints.convert import head_names
 from soft_models.errors import UsageError, some_of, suggestion
 from soft_models.registry import is_ours
 
-from .config import EVAL_METRICS, ModelConfig, TrainConfig
-from .weights import check_architecture, choose_weights, load_exactly, stored_extras
+from .config import ModelConfig, TrainConfig
+from .weights import check_architecture, choose_weights, load_exactly
 
 _logger = logging.getLogger(__name__)
-
-SCHEDULERS = ("cosine", "tanh", "step", "multistep", "plateau", "poly", "constant", "wsd", "rsqrt", "none")
 
 
 def check_model_name(name: str) -> None:
@@ -32,27 +29,6 @@ def check_model_name(name: str) -> None:
     """
     if not name.startswith(("hf-hub:", "hf_hub:", "local-dir:")) and not is_model(name):
         raise UsageError(f"unknown model {name!r}{suggestion(name, timm.list_models())}")
-
-
-def check_names(cfg: TrainConfig) -> None:
-    """Refuse misspelt names of model, optimizer, schedule and metric.
-
-    Raises:
-        UsageError: One is not known.
-    """
-    check_model_name(cfg.model)
-    for flag, value, choices in (
-        ("--opt", cfg.opt.lower(), [*list_optimizers(), *(f"lookahead_{name}" for name in list_optimizers())]),
-        ("--sched", cfg.sched, SCHEDULERS),
-        ("--eval-metric", cfg.eval_metric, EVAL_METRICS),
-    ):
-        if value not in choices:
-            listed = f"; choose one of {', '.join(choices)}" if len(choices) < 20 else ""
-            raise UsageError(f"unknown {flag} {value!r}{suggestion(value, choices) or listed}")
-    if cfg.layer_decay is not None and cfg.sched == "none":
-        raise UsageError(
-            "--layer-decay is applied by the schedule, so --sched none leaves it without effect; use cosine"
-        )
 
 
 def spatial_size(cfg: ModelConfig) -> tuple[int, int] | None:
@@ -195,35 +171,23 @@ def check_input(model: nn.Module, input_size: Sequence[int]) -> None:
     """Try the model on one black image, so that a size it cannot take is refused before work starts.
 
     Raises:
-        UsageError: It cannot take ``input_size``, channels, height and width.
+        UsageError: It cannot take ``input_size``, channels, height and width, or its classifier scores tokens.
     """
     like = next(model.parameters())
     was_training = model.training
     model.eval()
     try:
-        model(torch.zeros(1, *input_size, device=like.device, dtype=like.dtype))
+        scores = model(torch.zeros(1, *input_size, device=like.device, dtype=like.dtype))
     except (ValueError, RuntimeError, AssertionError) as error:
         size = " x ".join(map(str, input_size))
         raise UsageError(f"the model cannot take images of {size}: {' '.join(str(error).split())[:300]}") from None
     finally:
         model.train(was_training)
+    if getattr(model, "num_classes", 0) and scores.ndim != 2:
+        raise UsageError(f"the model gives scores of shape {tuple(scores.shape)} for an image; pool its tokens (--gp)")
 
 
 def model_channels(model: nn.Module, cfg: ModelConfig) -> int:
     """Image channels that the model takes."""
     asked = cfg.input_size[0] if cfg.input_size else cfg.in_chans
     return int(getattr(model, "in_chans", None) or asked or 3)
-
-
-def rebuild_arguments(checkpoint: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Constructor arguments of a checkpoint's model; names of files in them are left out, and never followed."""
-    stored = stored_extras(checkpoint).get("model_args")
-    if stored is None:
-        stored = {
-            "num_classes": options.get("num_classes"),
-            "in_chans": options.get("in_chans"),
-            "global_pool": options.get("gp"),
-            **(options.get("model_kwargs") or {}),
-        }
-    unsafe = ("pretrained", "checkpoint_path", "cache_dir")
-    return {name: value for name, value in stored.items() if value is not None and not name.startswith(unsafe)}

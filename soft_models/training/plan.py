@@ -4,12 +4,14 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from soft_models.errors import UsageError
+from timm.optim import list_optimizers
+
+from soft_models.errors import UsageError, suggestion
 
 from .config import TrainConfig, check_counts
 from .data import check_batch_size
 from .learner import global_rate
-from .models import check_names
+from .models import check_model_name
 from .resume import check_resume, find_resume
 from .runtime import Runtime
 from .sources import Split, open_train_splits
@@ -35,8 +37,10 @@ def make_plan(cfg: TrainConfig, runtime: Runtime) -> Plan:
     Raises:
         UsageError: Something does not fit.
     """
-    check_names(cfg)
-    check_counts(cfg, 1, "epochs", "grad_accum_steps", "checkpoint_hist", "val_interval", "batch_size", "log_interval")
+    check_model_name(cfg.model)
+    check_optimizer(cfg)
+    check_counts(cfg, 1, "epochs", "grad_accum_steps", "checkpoint_hist", "val_interval", "log_interval")
+    check_counts(cfg, 1, "batch_size", "validation_batch_size")
     check_counts(cfg, 0, "workers")
     splits = open_train_splits(cfg)
     check_batch_size(len(splits[0].source), cfg.batch_size, runtime.world_size, splits[0].name)
@@ -48,13 +52,30 @@ def make_plan(cfg: TrainConfig, runtime: Runtime) -> Plan:
     return Plan(cfg, runtime, *splits, found)
 
 
+def check_optimizer(cfg: TrainConfig) -> None:
+    """Refuse an optimizer that timm does not know, and a decay by layers that nothing applies.
+
+    Raises:
+        UsageError: One is asked for.
+    """
+    known = [*list_optimizers(), *(f"lookahead_{name}" for name in list_optimizers())]
+    if cfg.opt.lower() not in known:
+        raise UsageError(f"unknown --opt {cfg.opt!r}{suggestion(cfg.opt, known)}")
+    if cfg.layer_decay is not None and cfg.sched == "none":
+        raise UsageError(
+            "--layer-decay is applied by the schedule, so --sched none leaves it without effect; use cosine"
+        )
+
+
 def head_classes(cfg: TrainConfig, classes: tuple[str, ...] | None) -> int | None:
     """Classes of the head: as given, else those of the data.
 
     Raises:
-        UsageError: Fewer than the data have.
+        UsageError: Fewer than the data have, or neither tells.
     """
     if classes is None:
+        if cfg.num_classes is None:
+            raise UsageError(f"dataset {cfg.dataset!r} does not tell its classes: give --num-classes")
         return cfg.num_classes
     if cfg.num_classes is None:
         _logger.info("--num-classes not given: %d, as in the data", len(classes))

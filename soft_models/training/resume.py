@@ -13,13 +13,14 @@ from .config import TrainConfig
 from .engine import Position
 from .learner import Learner
 from .runtime import Runtime
-from .saver import LAST, recovery_files
+from .saver import BEST, LAST, CheckpointSaver, recovery_files
 from .weights import (
     Checkpoint,
     check_architecture,
     choose_weights,
     load_exactly,
     stored_extras,
+    stored_options,
 )
 
 _logger = logging.getLogger(__name__)
@@ -50,17 +51,33 @@ def find_resume(cfg: TrainConfig, folder: Path | None) -> tuple[Path, Checkpoint
 
 
 def check_resume(checkpoint: Checkpoint, cfg: TrainConfig, classes: tuple[str, ...] | None, path: Path) -> None:
-    """Refuse a checkpoint of another model, of other classes, or without weights.
+    """Refuse a checkpoint without weights, or of another model, optimizer, classes or, in its own folder, ranking.
 
     Raises:
         UsageError: It is one.
     """
     check_architecture(checkpoint, cfg.model, path)
     choose_weights(checkpoint, False, path)
+    stored = stored_options(checkpoint)
+    opt = str(stored.get("opt", cfg.opt))
+    if opt.lower() != cfg.opt.lower() and not cfg.no_resume_opt:
+        raise UsageError(f"{path} has the state of --opt {opt}, not of {cfg.opt}; give the same, or --no-resume-opt")
+    ranking = ranked_by(str(stored.get("eval_metric", cfg.eval_metric)), stored.get("val_split", cfg.val_split))
+    if path.resolve().parent == (Path(cfg.output) / cfg.experiment).resolve():
+        own = ranked_by(cfg.eval_metric, cfg.val_split)
+        if ranking != own:
+            raise UsageError(
+                f"{path.parent} ranks its checkpoints by {ranking}, this run by {own}; give the same --eval-metric and "
+                f"--val-split, or another --experiment and --resume {path}"
+            )
     known = stored_extras(checkpoint).get("classes")
     if known and classes and list(known) != list(classes):
         differing = [name for name in (*known, *classes) if name not in known or name not in classes]
         raise UsageError(f"{path} was trained on other classes; not in both: {some_of(differing) or 'another order'}")
+
+
+def ranked_by(metric: str, val_split: str) -> str:
+    return f"validation {metric}" if val_split else "training loss"
 
 
 def stored_position(checkpoint: Checkpoint) -> Position:
@@ -86,8 +103,8 @@ def restore(
     _restore_ema(learner, checkpoint, path)
     extras = stored_extras(checkpoint)
     if not cfg.no_resume_opt and "optimizer" in checkpoint:
-        rate = checkpoint["optimizer"]["param_groups"][0]["lr"]
         learner.load_optimizer(checkpoint["optimizer"], str(path))
+        rate = checkpoint["optimizer"]["param_groups"][0].get("lr")
         learner.load_scheduler(extras.get("scheduler") or {})
         if learner.scaler.is_enabled() and checkpoint.get("amp_scaler"):
             learner.scaler.load_state_dict(checkpoint["amp_scaler"])
@@ -130,3 +147,17 @@ def _restore_sums(position: Position, extras: Mapping[str, Any], runtime: Runtim
             f"or resume from {LAST}"
         )
     position.loss_sum, position.samples = sums[runtime.rank]
+
+
+def restore_saver(saver: CheckpointSaver, checkpoint: Checkpoint, path: Path, runtime: Runtime) -> None:
+    """Go on with the bookkeeping, and finish what a killed process had begun in the same folder."""
+    same_folder = path.resolve().parent == saver.folder.resolve()
+    state = checkpoint.get("saver") or {}
+    saver.load_state_dict(state, same_folder)
+    if not (same_folder and runtime.is_primary):
+        return
+    if (saver.folder / BEST).exists():
+        saver.keep_better(read_checkpoint(saver.folder / BEST).get("metric"))
+    epoch, _ = state.get("pending") or (None, None)
+    if epoch is not None and path.name == LAST:
+        saver.reconcile(epoch)

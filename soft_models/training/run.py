@@ -12,21 +12,19 @@ from timm.utils import distribute_bn
 from torch import nn
 from torch.utils.data import DataLoader
 
-from soft_models.checkpoints import read_checkpoint
-
 from .augment import BatchTransform, build_train_transform
-from .config import plain_dict
+from .config import plain_dict, plain_values
 from .data import ImageReport, ImageSamples, build_loader, eval_transform, image_mode, train_transform
 from .engine import EvalResult, Position, TrainSetup, evaluate, train_one_epoch
 from .learner import Learner, build_learner, wrap
 from .models import model_arguments
 from .plan import Plan
-from .resume import restore
-from .runtime import Runtime, StopRequest
+from .resume import restore, restore_saver
+from .runtime import StopRequest
 from .sampling import EvalBatches, TrainBatches
-from .saver import BEST, LAST, CheckpointSaver
+from .saver import CheckpointSaver
 from .scalars import ScalarLog
-from .weights import FORMAT, OURS, Checkpoint
+from .weights import FORMAT, OURS
 
 _logger = logging.getLogger(__name__)
 
@@ -83,7 +81,7 @@ def build_run(plan: Plan, model: nn.Module, data_config: dict[str, Any], folder:
     extras = {
         "format": FORMAT,
         "classes": list(plan.train.classes) if plan.train.classes else None,
-        "data_config": {key: list(value) if isinstance(value, tuple) else value for key, value in data_config.items()},
+        "data_config": plain_values(data_config),
         "input_img_mode": mode,
         "model_args": model_arguments(cfg),
         "ranked": "state_dict_ema" if cfg.model_ema else "state_dict",
@@ -96,7 +94,7 @@ def build_run(plan: Plan, model: nn.Module, data_config: dict[str, Any], folder:
         learner=learner,
         setup=setup,
         batches=batches,
-        val_loader=val_loader(plan, data_config, mode),
+        val_loader=build_val_loader(plan, data_config, mode),
         val_report=ImageReport(plan.val.source, plan.val.name) if plan.val else None,
         val_transform=BatchTransform(device, data_config, channels_last=cfg.channels_last),
         position=position,
@@ -106,29 +104,15 @@ def build_run(plan: Plan, model: nn.Module, data_config: dict[str, Any], folder:
     )
 
 
-def val_loader(plan: Plan, data_config: dict[str, Any], mode: str) -> DataLoader[Any] | None:
+def build_val_loader(plan: Plan, data_config: dict[str, Any], mode: str) -> DataLoader[Any] | None:
     """Loader of this process's share of the validation split, if there is one."""
     if plan.val is None:
         return None
     cfg, runtime = plan.cfg, plan.runtime
     samples = ImageSamples(plan.val.source, eval_transform(data_config), mode)
-    size = cfg.validation_batch_size or cfg.batch_size
+    size = cfg.batch_size if cfg.validation_batch_size is None else cfg.validation_batch_size
     batches = EvalBatches(len(samples), size, runtime.rank, runtime.world_size)
     return build_loader(samples, batches, cfg, runtime.device)
-
-
-def restore_saver(saver: CheckpointSaver, checkpoint: Checkpoint, path: Path, runtime: Runtime) -> None:
-    """Go on with the bookkeeping, and finish what a killed process had begun in the same folder."""
-    same_folder = path.resolve().parent == saver.folder.resolve()
-    state = checkpoint.get("saver") or {}
-    saver.load_state_dict(state, same_folder)
-    if not (same_folder and runtime.is_primary):
-        return
-    if (saver.folder / BEST).exists():
-        saver.keep_better(read_checkpoint(saver.folder / BEST).get("metric"))
-    epoch, _ = state.get("pending") or (None, None)
-    if epoch is not None and path.name == LAST:
-        saver.reconcile(epoch)
 
 
 def run_epochs(run: Run) -> int:

@@ -73,11 +73,14 @@ def choose_device(name: str) -> str:
     if not name:
         return "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     try:
-        kind = torch.device(name).type
+        device = torch.device(name)
     except RuntimeError:
         raise UsageError(f"--device must be cpu, cuda, cuda:N or mps, got {name!r}") from None
+    kind, count = device.type, torch.cuda.device_count()
     if (kind == "cuda" and not torch.cuda.is_available()) or (kind == "mps" and not mps):
         raise UsageError(f"--device {name} is not available here; leave it out to use {choose_device('')}")
+    if kind == "cuda" and (device.index or 0) >= count:
+        raise UsageError(f"--device {name} does not exist: there are {count}, counted from cuda:0")
     return name
 
 

@@ -47,7 +47,7 @@ class CheckpointSaver:
         if metric is not None and not math.isfinite(metric):
             _logger.warning("metric %s of epoch %d is not a finite number: not ranked", metric, epoch)
             metric = None
-        self.rows = [*self.rows, row]
+        self.rows = [*(earlier for earlier in self.rows if earlier["epoch"] < epoch), row]
         self._rank(epoch, metric)
         state = {**state, "epoch": epoch, "metric": metric, "saver": self.state_dict(epoch, metric)}
         if metric is None:

@@ -21,6 +21,10 @@ from .images import read_image
 _logger = logging.getLogger(__name__)
 
 
+NO_DATA = "no data: give --data-dir the folder that holds the splits"
+NAMED = ("torch/", "hfds/", "hfids/", "tfds/", "wds/")  # how timm tells datasets apart; others it takes for folders
+
+
 class Source(Protocol):
     """Images by index, whatever they are stored in."""
 
@@ -87,7 +91,7 @@ def open_train_splits(cfg: TrainConfig) -> tuple[Split, Split | None]:
         UsageError: A folder, split or class is missing or wrong.
     """
     if not cfg.data_dir and not cfg.dataset.startswith("hfds/"):
-        raise UsageError("no data: give --data-dir the folder that holds the splits")
+        raise UsageError(NO_DATA)
     if cfg.dataset:
         train = _open_named(cfg, cfg.train_split, is_training=True)
         return train, _open_named(cfg, cfg.val_split, is_training=False) if cfg.val_split else None
@@ -114,13 +118,13 @@ def _find_val(cfg: TrainConfig, train_folder: Path) -> Path | None:
 
 
 def open_eval_split(cfg: ValidateConfig, classes: Sequence[str] | None) -> Split:
-    """The split to validate, labelled by ``classes``, else by the class map, else by the training folder beside it.
+    """The split to validate, labelled by the class map, else by ``classes``, the training folder beside it, or itself.
 
     Raises:
         UsageError: A folder, split or class is missing or wrong.
     """
     if not cfg.data_dir and not cfg.dataset.startswith("hfds/"):
-        raise UsageError("no data: give --data-dir the folder that holds the splits")
+        raise UsageError(NO_DATA)
     if cfg.dataset:
         return _open_named(cfg, cfg.split, is_training=False)
     scan = scan_folder(_eval_folder(cfg))
@@ -150,6 +154,8 @@ def _folder_split(scan: FolderScan, classes: Sequence[str]) -> Split:
 
 
 def _open_named(cfg: DataConfig, split: str, is_training: bool) -> Split:
+    if not cfg.dataset.lower().startswith(NAMED):
+        raise UsageError(f"--dataset must start with {', '.join(NAMED)}, got {cfg.dataset!r}; leave it out for folders")
     try:
         dataset = create_dataset(
             cfg.dataset, root=cfg.data_dir or None, split=split, is_training=is_training,
@@ -159,5 +165,12 @@ def _open_named(cfg: DataConfig, split: str, is_training: bool) -> Split:
         raise UsageError(f"cannot open dataset {cfg.dataset!r}, split {split!r}: {error}") from None
     if isinstance(dataset, IterableDataset):
         raise UsageError(f"dataset {cfg.dataset!r} is a stream, which cannot be resumed exactly; use folders or hfds/")
-    names = getattr(dataset, "classes", None)
+    names = getattr(dataset, "classes", None) or _reader_classes(getattr(dataset, "reader", None))
     return Split(f"{cfg.dataset}:{split}", NamedSource(dataset, cfg.dataset), tuple(map(str, names)) if names else None)
+
+
+def _reader_classes(reader: Any) -> list[str] | None:
+    """Classes by label, as timm's readers know them, if they do."""
+    labels = getattr(reader, "class_to_idx", None) or {}
+    names = sorted(labels, key=labels.__getitem__)
+    return names if [labels[name] for name in names] == list(range(len(names))) else None

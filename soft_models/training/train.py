@@ -55,7 +55,9 @@ def train(cfg: TrainConfig) -> int:
     """
     with running(cfg) as runtime, StopRequest() as stop:
         plan = make_plan(cfg, runtime)
-        model, data_config = build_model(plan)
+        if runtime.is_primary:
+            make_folder(Path(cfg.output))
+        model, data_config = prepare_model(plan)
         folder = run_folder(plan.cfg, data_config)
         if not runtime.is_primary:
             return train_in_folder(plan, model, data_config, folder, stop)
@@ -64,7 +66,7 @@ def train(cfg: TrainConfig) -> int:
             return train_in_folder(plan, model, data_config, folder, stop)
 
 
-def build_model(plan: Plan) -> tuple[nn.Module, dict[str, Any]]:
+def prepare_model(plan: Plan) -> tuple[nn.Module, dict[str, Any]]:
     """The model with its initial weights, which a checkpoint to resume makes superfluous, and its preprocessing."""
     cfg = plan.cfg
     if plan.resume:
@@ -91,6 +93,7 @@ def train_in_folder(plan: Plan, model: nn.Module, data_config: dict[str, Any], f
     cfg, learner, position = plan.cfg, run.learner, run.position
     if position.epoch >= learner.num_epochs:
         _logger.info("the run is finished: %d of %d epochs are done", position.epoch, learner.num_epochs)
+        report_best(run)
         return 0
     steps = len(run.batches)
     _logger.info("%d epochs of %d steps, writing to %s", learner.num_epochs, steps, folder)
@@ -111,10 +114,15 @@ def train_in_folder(plan: Plan, model: nn.Module, data_config: dict[str, Any], f
 
 
 def report_best(run: Run) -> None:
-    """One JSON line on stdout: the best epoch and its checkpoint."""
+    """One JSON line on stdout: the best epoch and its checkpoint, if any epoch had a metric."""
     if not run.plan.runtime.is_primary:
         return
-    best = {"best_epoch": run.saver.best_epoch, "metric": run.saver.best_metric, "checkpoint": str(run.folder / BEST)}
+    path = run.folder / BEST
+    best = {
+        "best_epoch": run.saver.best_epoch,
+        "metric": run.saver.best_metric,
+        "checkpoint": str(path) if path.exists() else None,
+    }
     sys.stdout.write(json.dumps(best) + "\n")
 
 

@@ -19,7 +19,6 @@ from .models import (
     create_model,
     input_config,
     model_arguments,
-    rebuild_arguments,
     spatial_size,
 )
 from .runtime import Runtime
@@ -140,3 +139,17 @@ def prepare(cfg: TrainedConfig, model: nn.Module, runtime: Runtime) -> nn.Module
     if cfg.torchcompile:
         model.compile(backend=cfg.torchcompile, mode=cfg.torchcompile_mode)
     return model
+
+
+def rebuild_arguments(checkpoint: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Constructor arguments of a checkpoint's model; names of files in them are left out, and never followed."""
+    stored = stored_extras(checkpoint).get("model_args")
+    if stored is None:
+        stored = {
+            "num_classes": options.get("num_classes"),
+            "in_chans": options.get("in_chans"),
+            "global_pool": options.get("gp"),
+            **(options.get("model_kwargs") or {}),
+        }
+    unsafe = ("pretrained", "checkpoint_path", "cache_dir")
+    return {name: value for name, value in stored.items() if value is not None and not name.startswith(unsafe)}

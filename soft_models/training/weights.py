@@ -1,5 +1,6 @@
 """What training adds to a checkpoint file, and putting the weights of one into a model."""
 
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,10 @@ def load_exactly(model: torch.nn.Module, weights: Mapping[str, Any], path: str |
 
 def stored_options(checkpoint: Checkpoint) -> dict[str, Any]:
     """The options that a training script of ours or of timm stored."""
-    args = checkpoint.get("args") or {}
-    return dict(args) if isinstance(args, Mapping) else dict(vars(args))
+    args = checkpoint.get("args")
+    if isinstance(args, Namespace):
+        return dict(vars(args))
+    return dict(args) if isinstance(args, Mapping) else {}  # others store a command line, or text
 
 
 def stored_extras(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

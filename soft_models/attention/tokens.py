@@ -1,4 +1,4 @@
-"""Tokens apart by heads and together again, and the float32 islands of kernels and sums."""
+"""Tokens apart by heads and together again, tokens as maps, and the float32 islands of kernels and sums."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -12,6 +12,7 @@ __all__ = [
     "head_width",
     "merge_heads",
     "split_heads",
+    "tokens_to_map",
     "unfold_heads",
 ]
 
@@ -22,7 +23,7 @@ def head_width(dim: int, num_heads: int) -> int:
     Raises:
         ValueError: ``num_heads`` does not divide ``dim``.
     """
-    if dim % num_heads:
+    if num_heads < 1 or dim % num_heads:
         raise ValueError(f"dim must be divisible by num_heads, got dim={dim}, num_heads={num_heads}")
     return dim // num_heads
 
@@ -47,6 +48,13 @@ def unfold_heads(x: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
     """``(B * h, N, d)`` to ``(B, N, C)``, contiguous and of that dtype in one pass."""
     x = x.view(-1, num_heads, x.shape[1], x.shape[2])
     return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).flatten(2)
+
+
+def tokens_to_map(x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    """``(B, H * W, C)`` to ``(B, C, H, W)``; of contiguous tokens a view, in channels-last memory."""
+    B, _, C = x.shape
+    # Not transposed and then reshaped: that gives a batch of one strides which torch does not take for channels-last.
+    return x.reshape(B, feat_size[0], feat_size[1], C).permute(0, 3, 1, 2)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
