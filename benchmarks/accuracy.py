@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import logging
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -74,8 +75,10 @@ def run(recipe_and_data: tuple[Recipe, Path], models: Sequence[str], output: Pat
         if not missing:
             continue
         _logger.info("cell %d of %d: %s, seed %d", number, len(cells), name, seed)
-        folder = runs / f"{name}-{seed}-{recipe.epochs}"
-        code = train(recipe, name, seed, data, folder, fresh)
+        folder = runs / f"{name}-{seed}-{recipe.train_images}-{recipe.epochs}"
+        if fresh:
+            shutil.rmtree(folder, ignore_errors=True)
+        code = train(recipe, name, seed, data, folder)
         if code == 1:
             result = 1
             continue
@@ -108,14 +111,13 @@ def select_images(digits: Path, folder: Path, recipe: Recipe) -> Path:
     return folder
 
 
-def train(recipe: Recipe, name: str, seed: int, data: Path, folder: Path, fresh: bool) -> int:
+def train(recipe: Recipe, name: str, seed: int, data: Path, folder: Path) -> int:
     """Train one cell, or go on with it."""
-    resume = [] if fresh else ["--resume", "auto"]
     return quietly(train_main, [
         "--config", str(CONFIG), "--data-dir", str(data), "--val-split", "", "--model", name,
         "--img-size", str(TRAIN_SIZE), "--model-kwargs", f"img_size={TRAIN_SIZE}",
         "--epochs", str(recipe.epochs), "--seed", str(seed), "--checkpoint-hist", "1",
-        "--output", str(folder.parent), "--experiment", folder.name, *resume,
+        "--output", str(folder.parent), "--experiment", folder.name, "--resume", "auto",
     ])  # fmt: skip
 
 

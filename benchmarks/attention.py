@@ -95,8 +95,9 @@ def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
     plan = QUICK if args.quick else Plan(images=64 if default_device().type == "cuda" else 8)
     settings = {"versions": versions(), "machine": machine(), "threads": args.threads, "plan": asdict(plan)}
-    samples = Samples(args.output / "samples.jsonl", settings, heading(args.threads), args.fresh and not args.accuracy)
-    code = 0
+    code, path = 0, args.output / "samples.jsonl"
+    stored = Samples.stored(path) if args.accuracy else None  # of any machine and version: nothing is added to them
+    samples = stored or Samples(path, settings, heading(args.threads), args.fresh)
     if args.accuracy:
         code = accuracy.run(accuracy.recipe_of(args), list(MODELS.values()), args.output, args.runs, args.fresh)
     else:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from timm.models import safe_model_name
 from timm.utils import reparameterize_model
 from torch import Tensor, nn
 
@@ -46,7 +47,7 @@ class ExportConfig:
     img_size: int | None = None  # pixels per side that the export is made with; by default the model's
     input_size: tuple[int, ...] | None = None  # channels, height and width; wins over img_size
     format: Literal["onnx", "torch"] = "onnx"  # onnx or torch
-    output: str = ""  # file to write; by default the model's name with .onnx or .pt2
+    output: str = ""  # file to write; by default the given model's name, or model, with .onnx or .pt2
     fixed_size: bool = False  # images of one size only; a smaller and sometimes faster graph
     overwrite: bool = False  # replace the file if it is there
 
@@ -66,7 +67,7 @@ def export(cfg: ExportConfig) -> int:
         UsageError: Something in the configuration or the checkpoint is wrong, or a library is missing.
         RunStopped: The model cannot be exported, or the written file gives other outputs.
     """
-    path = Path(cfg.output or f"{cfg.model or 'model'}.{'onnx' if cfg.format == 'onnx' else 'pt2'}")
+    path = Path(cfg.output or f"{safe_model_name(cfg.model or 'model')}.{'onnx' if cfg.format == 'onnx' else 'pt2'}")
     if path.exists() and not cfg.overwrite:
         raise UsageError(f"{path} exists; give --output another name, or --overwrite")
     make_folder(path.parent)

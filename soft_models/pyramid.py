@@ -162,8 +162,7 @@ class PyramidTransformer(PyramidBackbone):
     ) -> None:
         super().__init__(img_size, in_chans, num_classes, global_pool, embed_dims, drop_path_rate, num_prefix_tokens=1)
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
-        check_lengths(depths=depths, num_heads=num_heads, mlp_ratios=mlp_ratios)
-        check_lengths(4, sr_ratios=sr_ratios)
+        check_lengths(depths=depths, num_heads=num_heads, mlp_ratios=mlp_ratios, sr_ratios=sr_ratios)
         check_lengths(3, local_kernels=local_kernels)
         options = {
             "landmarks": landmarks,

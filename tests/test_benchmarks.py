@@ -255,6 +255,11 @@ def test_accuracy_fills_its_cells_once(
     assert set(scores.values) == {"soft_tiny 0 48", "soft_tiny 0 64"}
     assert all(0 <= value[0] <= 100 and len(value) == 1 for value in scores.values.values())
     assert [path.name for path in runs.glob("*/*.pth.tar")] == ["last.pth.tar"], "kept for pictures"
+    caplog.clear()
+    assert accuracy.run((recipe, digits), ["soft_tiny"], out, runs, True) == 0
+    other = accuracy.Recipe(1, 1, 23, 2, (64,))
+    assert accuracy.run((other, digits), ["soft_tiny"], tmp_path / "other", runs, False) == 0
+    assert "the run is finished" not in caplog.text, "both are trained"
     monkeypatch.setattr(accuracy, "train_main", None)
     assert accuracy.run((recipe, digits), ["soft_tiny"], out, runs, False) == 0
 

@@ -35,13 +35,17 @@ def convert_state_dict(state_dict: Mapping[str, Any], model: nn.Module) -> dict[
     Returns:
         New dict; tensors that belong to no part of the model keep their names.
     """
-    return fit_tables(native_weights(find_weights(state_dict)[1]), model)
+    _, found = find_weights(state_dict)
+    weights = strip_prefixes(found)
+    if len(weights) < len(found):
+        _logger.info("dropped %d of %d tensors, which are not the backbone's", len(found) - len(weights), len(found))
+    return fit_tables(native_weights(weights), model)
 
 
 def native_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Official names, pieces and tables as ours, without prefixes; position tables keep their own grids."""
     weights = strip_prefixes(weights)
-    table = next((table for mark, table in RENAMES.values() if any(re.match(mark, name) for name in weights)), None)
+    table = next((table for mark, table in RENAMES if any(re.match(mark, name) for name in weights)), None)
     if table is not None:
         weights = unflatten_tables(rename(weights, table))
     return weights
@@ -51,9 +55,6 @@ def strip_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Names without what training code puts in front of them; of a detector or segmenter, the backbone alone."""
     while True:
         inside = {name: tensor for name, tensor in weights.items() if BACKBONE.match(name)}
-        if inside and len(inside) < len(weights):
-            dropped = [name for name in weights if name not in inside]
-            _logger.info("dropped %d tensors beside the backbone: %s", len(dropped), some_of(dropped))
         pattern, chosen = (BACKBONE, inside) if inside else (WRAPPERS, weights)
         stripped = {pattern.sub("", name): tensor for name, tensor in chosen.items()}
         if len(stripped) < len(chosen):

@@ -54,11 +54,11 @@ VVT = [
 ]
 # fmt: on
 
-# Family: a name that only its files have, and its table.
-RENAMES: dict[str, tuple[str, list[tuple[str, str]]]] = {
-    "SOFT": (r"block1\.0\.att\.mha\.W_q\.", SOFT),
-    "VVT": (r"block1\.0\.attn\.q_proj\.", VVT),
-}
+# For each family a name that only its files have, and its table.
+RENAMES = (
+    (r"block1\.0\.att\.mha\.W_q\.", SOFT),
+    (r"block1\.0\.attn\.q_proj\.", VVT),
+)
 
 
 def rename(state_dict: dict[str, Tensor], table: list[tuple[str, str]]) -> dict[str, Tensor]:
