@@ -1,16 +1,22 @@
 """Data: strict folders, labels that never shift, draws that depend on the position alone, broken images by name."""
 
+import io
 import random
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_data import write_folder, write_image
+from runs import load
+from timm.data import ImageDataset
+from tiny_data import CLASSES, write_folder, write_image
 
 from soft_models.errors import UsageError
+from soft_models.training import sources
 from soft_models.training.config import TrainConfig, ValidateConfig
 from soft_models.training.data import (
     ImageReport,
@@ -22,6 +28,7 @@ from soft_models.training.data import (
 )
 from soft_models.training.folders import find_split, read_class_map, scan_folder
 from soft_models.training.images import read_image
+from soft_models.training.plan import head_classes
 from soft_models.training.runtime import Runtime
 from soft_models.training.sampling import Draw, EvalBatches, TrainBatches, derive_seed
 from soft_models.training.sources import open_eval_split, open_train_splits
@@ -245,3 +252,41 @@ def test_odd_but_whole_images_are_read(tmp_path: Path) -> None:
     for size in ((1, 1), (3000, 3)):
         Image.new("L", size, 7).save(tmp_path / "odd.png")
         assert read_image(tmp_path / "odd.png", "RGB").size == size
+
+
+class Reader:
+    """As timm's for hfds/: bytes of images with their labels."""
+
+    def __init__(self, folder: Path, class_to_idx: dict[str, int]) -> None:
+        self.paths, self.class_to_idx = sorted((folder / "train").rglob("*.png")), class_to_idx
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[io.BytesIO, int]:
+        path = self.paths[index]
+        return io.BytesIO(path.read_bytes()), CLASSES.index(path.parent.name)
+
+
+@pytest.mark.parametrize(
+    ("class_to_idx", "classes"), [({"c": 2, "a": 0, "b": 1}, ("a", "b", "c")), ({}, None), ({"a": 0, "c": 2}, None)]
+)
+def test_named_dataset_tells_its_classes_or_they_are_asked_for(
+    class_to_idx: dict[str, int], classes: tuple[str, ...] | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = Reader(folder, class_to_idx)
+    monkeypatch.setattr(sources, "create_dataset", lambda *_, **__: ImageDataset("", reader=reader))
+    cfg = TrainConfig(dataset="hfds/some/name", val_split="")
+    train, val = open_train_splits(cfg)
+    assert (val, train.classes, len(train.source)) == (None, classes, 24)
+    image, label = train.source.load(23, "RGB")
+    assert (image.size, label) == ((28, 24), 2)
+    if classes is None:
+        with pytest.raises(UsageError, match="dataset 'hfds/some/name' does not tell its classes: give --num-classes"):
+            head_classes(cfg, train.classes)
+    assert head_classes(replace(cfg, num_classes=3), train.classes) == 3
+
+
+def test_dataset_of_torchvision_is_trained_on(train: Callable[..., int], tmp_path: Path) -> None:
+    assert train("--dataset", "torch/image_folder", "--epochs", "1") == 0
+    assert load(tmp_path / "run" / "last.pth.tar")["soft_models"]["classes"] == list(CLASSES)

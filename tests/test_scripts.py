@@ -17,7 +17,8 @@ import torch
 from runs import BASE, ROOT, assert_same, load, load_config, rows
 
 from soft_models.commands import progress
-from soft_models.training import learner
+from soft_models.training import learner, run
+from soft_models.training.engine import EvalResult
 
 
 def test_files_are_those_of_timm(trained: Path) -> None:
@@ -212,6 +213,19 @@ def test_only_the_best_numbered_checkpoints_are_kept(train: Callable[..., int], 
     kept = {f"checkpoint-{epoch}.pth.tar" for _, epoch in losses[:2]}
     assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == kept
     assert load(tmp_path / "run" / "model_best.pth.tar")["metric"] == losses[0][0]
+
+
+def test_a_run_ends_with_its_best_epoch_as_json(
+    train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):  # a finished run has nothing to do, and says the same
+        assert train("--epochs", "1", "--resume", "auto") == 0
+        best = json.loads(capsys.readouterr().out)
+        assert best["checkpoint"] == str(tmp_path / "run" / "model_best.pth.tar")
+        assert (best["best_epoch"], best["metric"]) == (0, float(rows(tmp_path / "run")[0]["eval_top1"]))
+    monkeypatch.setattr(run, "evaluate", lambda *_: EvalResult())
+    assert train("--epochs", "1", experiment="unranked") == 0
+    assert json.loads(capsys.readouterr().out) == {"best_epoch": None, "metric": None, "checkpoint": None}
 
 
 def test_epochs_between_validations_are_not_ranked(train: Callable[..., int], tmp_path: Path) -> None:

@@ -45,8 +45,8 @@ class TrainBatches(Sampler[list[Draw]]):
     """Shuffled batches of one rank's share of the data, from any step of any epoch.
 
     Every rank gets the same number of whole batches; images that do not fill one are left out of that epoch. With
-    ``repeats`` above 1 each image is drawn so often, with its copies on different ranks, and an epoch covers as many
-    fewer images.
+    ``repeats`` above 1 each image is drawn so often, its copies one after the other over the ranks, and an epoch covers
+    as many fewer images.
 
     Args:
         length: Images in the data.
