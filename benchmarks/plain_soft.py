@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soft_models.attention.soft import SoftAttention
-from soft_models.layers import Block, ConvBNReLU
+from soft_models.layers import Block, ConvBNReLU, TanhGELU
 
 __all__ = ["make_plain"]
 
@@ -21,6 +21,8 @@ def make_plain(model: nn.Module) -> nn.Module:
             module.register_forward_pre_hook(lambda _, maps: (maps[0].contiguous(),))
         elif isinstance(module, Block):
             module.__dict__["takes_pieces"] = lambda _: False
+        elif isinstance(module, TanhGELU):
+            module.__dict__["takes_sigmoid"] = lambda _: False
     return model
 
 

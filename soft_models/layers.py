@@ -1,5 +1,6 @@
 """Parts that the models share: image batches, position tables, blocks, initial weights."""
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ __all__ = [
     "Block",
     "ConvBNReLU",
     "PostNormBlock",
+    "TanhGELU",
     "add_pos_embed",
     "init_module_weights",
     "prepare_images",
@@ -132,6 +134,25 @@ class ConvBNReLU(nn.Sequential):
             self[0], self[1] = fuse_conv_bn_eval(conv, norm), nn.Identity()
 
 
+class TanhGELU(nn.Module):
+    """The tanh form of GELU, written with the sigmoid where that shows nowhere: ``tanh(z) = 2 sigmoid(2 z) - 1``.
+
+    CPUs take a third of the time for the sigmoid; the outputs agree to 5e-7.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.jit.is_scripting():
+            if self.takes_sigmoid(x):
+                y = x.square().mul_(0.044715 * TANH_GELU_SCALE).add_(TANH_GELU_SCALE)
+                return y.mul_(x).sigmoid_().mul_(x)
+        return F.gelu(x, approximate="tanh")
+
+    @torch.jit.ignore
+    def takes_sigmoid(self, x: Tensor) -> bool:
+        return is_unobserved(self, x) and x.dtype in (torch.float32, torch.float64)
+
+
+TANH_GELU_SCALE = 2 * math.sqrt(2 / math.pi)
 HIDDEN_ELEMENTS = 2**20  # of an MLP's hidden activations, which a CPU's cache holds with room for their neighbours
 
 

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.testing import assert_close
 
 from soft_models import layers
 from soft_models.attention.tokens import tokens_to_map
-from soft_models.layers import Block, ConvBNReLU, PostNormBlock, prepare_images
+from soft_models.layers import Block, ConvBNReLU, PostNormBlock, TanhGELU, prepare_images
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -102,6 +103,18 @@ def test_block_is_whole_where_pieces_could_show(block: Block) -> None:
 class Rearranged(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.flip(1)
+
+
+def test_gelu_by_the_sigmoid_is_that_by_tanh() -> None:
+    x = torch.linspace(-30, 30, 10_001)
+    gelu, expected = TanhGELU().eval(), F.gelu(x, approximate="tanh")
+    with torch.no_grad():
+        assert not torch.equal(gelu(x), expected), "another formula"
+        assert_close(gelu(x), expected, rtol=1e-6, atol=1e-6)
+        assert torch.equal(gelu.train()(x), expected)
+        half = x.bfloat16()
+        assert torch.equal(gelu.eval()(half), F.gelu(half, approximate="tanh"))
+    assert torch.equal(gelu(x.requires_grad_()), expected)
 
 
 @pytest.fixture

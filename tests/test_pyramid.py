@@ -116,7 +116,7 @@ def test_pyramid_refuses_wrong_arguments_by_name(options: dict[str, Any], messag
 
 
 @pytest.mark.parametrize(
-    ("landmarks", "inverse", "activation"), [("conv", "newton", "GELUTanh"), ("avg", "solve", "GELU")]
+    ("landmarks", "inverse", "activation"), [("conv", "newton", "TanhGELU"), ("avg", "solve", "GELU")]
 )
 def test_conv_landmarks_bring_the_release_with_them(landmarks: str, inverse: str, activation: str) -> None:
     blocks = [block for stage in pyramid(landmarks=landmarks).stages for block in stage.blocks]
