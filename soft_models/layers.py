@@ -68,15 +68,14 @@ def add_pos_embed(x: Tensor, pos_embed: Tensor, feat_size: tuple[int, int]) -> T
 
 
 def is_unobserved(module: nn.Module, x: Tensor) -> bool:
-    """Whether how ``module`` computes shows nowhere: in evaluation on a CPU, where no gradients are recorded, no graph
-    is made, and no hooks look inside.
+    """Whether how ``module`` computes shows nowhere: in evaluation of all its parts on a CPU, where no gradients are
+    recorded, no graph is made, and no hooks look inside.
     """
-    if module.training or torch.is_grad_enabled() or is_graph():
+    if torch.is_grad_enabled() or is_graph() or _has_any_global_hook():
         return False
     if not isinstance(x, Tensor) or x.device.type != "cpu":  # proxies of torch.fx are none
         return False
-    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
-    return not hooked and not _has_any_global_hook()
+    return not any(part.training or part._forward_hooks or part._forward_pre_hooks for part in module.modules())
 
 
 class ConvBNReLU(nn.Sequential):
@@ -112,9 +111,9 @@ class ConvBNReLU(nn.Sequential):
     def merges(self, x: Tensor) -> bool:
         conv: Any = self[0]
         norm: Any = self[1]
-        if type(conv) is not nn.Conv2d or type(norm) is not nn.BatchNorm2d or norm.running_mean is None:
+        if len(self) != 3 or type(conv) is not nn.Conv2d or type(norm) is not nn.BatchNorm2d:
             return False
-        if torch.is_autocast_enabled("cpu") or not is_unobserved(self, x):
+        if norm.running_mean is None or torch.is_autocast_enabled("cpu") or not is_unobserved(self, x):
             return False
         return x.shape[0] * x.shape[2] * x.shape[3] > conv.weight[0].numel() * conv.stride[0] ** 2
 

@@ -141,6 +141,11 @@ def test_norm_merged_into_the_convolution_of_large_maps_is_the_norm(
         hook = conv[1].register_forward_hook(lambda module, inputs, output: None)
         conv(x)
         hook.remove()
-        conv.train()(x)
+        conv[1].train()  # alone, as statistics are estimated anew
+        conv(x)
+        assert len(calls) == 1
         assert not torch.equal(conv.eval()(x), apart), "statistics of training are taken over"
+        assert len(calls) == 2
+        conv.append(nn.Dropout())
+        conv(x)
     assert len(calls) == 2
