@@ -29,7 +29,7 @@ from soft_models.errors import RunStopped, UsageError
 from soft_models.training.config import TrainedConfig
 from soft_models.training.trained import load_or_random
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("soft_models.export")  # also when run as __main__
 
 BATCHES = (1, 2, 5)
 TOLERANCE = 1e-4  # largest deviation of the outputs, over their largest value

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from timm.data import ImageNetInfo, get_img_extensions, infer_imagenet_subset
+from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.utils import natural_key
 from torch import Tensor, nn
 
@@ -27,13 +27,13 @@ from soft_models.errors import UsageError, some_of
 from soft_models.training.augment import BatchTransform
 from soft_models.training.config import TrainedConfig, check_counts
 from soft_models.training.data import ImageReport, ImageSamples, build_loader, eval_transform
-from soft_models.training.folders import read_class_map
+from soft_models.training.folders import image_extensions, read_class_map
 from soft_models.training.runtime import Runtime, build_autocast, running
 from soft_models.training.sampling import EvalBatches
 from soft_models.training.sources import FolderSource
 from soft_models.training.trained import Stored, load_trained, prepare, read_stored, resolve_input
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("soft_models.predict")  # also when run as __main__
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ def predict(cfg: PredictConfig, runtime: Runtime) -> Iterator[dict[str, Any]]:
     samples = ImageSamples(source, eval_transform(data_config), mode)
     loader = build_loader(samples, EvalBatches(len(samples), cfg.batch_size), cfg, runtime.device)
     transform = BatchTransform(runtime.device, data_config, channels_last=cfg.channels_last)
-    report, autocast, done = ImageReport(source, "the command line"), build_autocast(cfg, runtime.device), 0
+    report, autocast, done = ImageReport(source, "those asked for"), build_autocast(cfg, runtime.device), 0
     for batch in loader:
         report.add(batch)
         results = {name: {"image": name, "error": reason} for name, reason in batch.broken}
@@ -117,7 +117,7 @@ def find_images(arguments: Sequence[str]) -> list[str]:
     """
     if not arguments:
         raise UsageError("no images: name files or folders of them")
-    extensions = get_img_extensions(as_set=True)
+    extensions = image_extensions()
     paths: list[str] = []
     for argument in arguments:
         path = Path(argument)
@@ -126,7 +126,8 @@ def find_images(arguments: Sequence[str]) -> list[str]:
         if not path.is_dir():
             paths.append(argument)
             continue
-        found = [str(file) for file in path.rglob("*") if file.suffix.lower() in extensions]
+        files = (file for file in path.rglob("*") if not file.name.startswith("."))
+        found = [str(file) for file in files if file.suffix.lower() in extensions]
         if not found:
             raise UsageError(f"{argument} holds no images; known are {some_of(sorted(extensions))}")
         paths.extend(sorted(found, key=natural_key))

@@ -338,7 +338,8 @@ def model_rows(
                 title = f"{unit} {found.stage + 1}: {weights.shape[1]} x {weights.shape[0]}"
                 panels.append((title, draw_map(resized, weights, found.stride, point, cfg.panel)))
             what = f"head {head}" if head else "mean of the heads"
-            rows.append((f"{loaded.model}, query at {points[i][0]:g},{points[i][1]:g}, {what}", panels))
+            where = f"query at {points[i][0]:g},{points[i][1]:g} of {photo.width} x {photo.height}"
+            rows.append((f"{loaded.model}, {where}, {what}", panels))
     return rows
 
 

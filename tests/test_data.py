@@ -84,7 +84,7 @@ def test_empty_class_in_val_keeps_the_labels(folder: Path, caplog: pytest.LogCap
     assert val is not None
     labels = {Path(val.source.name(i)).parent.name: val.source.load(i, "RGB")[1] for i in range(len(val.source))}
     assert labels == {"b": 1, "c": 2}
-    assert "has no images of 1 classes: a; labels stay" in caplog.text
+    assert "has no images of class a; labels stay" in caplog.text
 
 
 def test_unknown_class_in_val_is_refused(folder: Path) -> None:
@@ -121,6 +121,24 @@ def test_flat_and_empty_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty" / "a").mkdir(parents=True)
     with pytest.raises(UsageError, match="holds no images"):
         scan_folder(tmp_path / "empty")
+
+
+def test_messy_folders_are_told_about(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train = folder / "train"
+    picture = Image.open(train / "a" / "0.png")
+    for name in ("x.WEBP", "y.gif", "z.tif", "w.bmp"):
+        picture.save(train / "b" / name, format={"x": "WEBP", "y": "GIF", "z": "TIFF", "w": "BMP"}[name[0]])
+    for name in ("a/notes.txt", "a/x.heic", "b/Thumbs.db", "b/.DS_Store", "b/._0.png", ".cache/0.png"):
+        (train / name).parent.mkdir(exist_ok=True)
+        (train / name).write_bytes(b"")
+    write_image(train / "c" / "more" / "0.png", 2, np.random.default_rng(0))
+    caplog.set_level("INFO")
+    scan = scan_folder(train)
+    assert (len(scan.images), scan.classes, scan.empty) == (24 + 4 + 1, ["a", "b", "c", "more"], [])
+    assert "not taken for images: 1 of suffix .db, 1 of suffix .heic, 1 of suffix .txt" in caplog.text
+    assert "has images below class folders, whose last folder is their class: c/more" in caplog.text
+    read = [read_image(path, "RGB").size for path, _ in scan.images]
+    assert read == [(28, 24)] * len(read)
 
 
 def test_class_map_orders_the_labels(folder: Path, tmp_path: Path) -> None:

@@ -283,3 +283,10 @@ def test_repository_holds_no_large_file() -> None:
     large = [f"{path.relative_to(ROOT)}: {path.stat().st_size}" for path in repository_files()
              if path.stat().st_size > 2**20]  # fmt: skip
     assert not large, "files of more than 1 MiB (weights, data) do not belong into the repository"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in PACKAGE.rglob("*.py") if '__name__ == "__main__"' in path.read_text()], ids=str
+)
+def test_commands_log_under_the_package_when_run_as_modules(path: Path) -> None:
+    assert "getLogger(__name__)" not in path.read_text(), "there the name is __main__, which nothing shows"

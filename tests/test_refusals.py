@@ -32,6 +32,10 @@ REFUSALS = {
     "device": (["--device", "cuda:9x"], "--device must be cpu, cuda, cuda:N or mps, got 'cuda:9x'"),
     "module": (["--device-modules", "no_such_module"], "cannot import 'no_such_module'"),
     "lr": (["--lr", "fast"], "lr must be float, got 'fast'"),
+    "weights": (
+        ["--model", "soft_tiny", "--pretrained"],
+        "no weights come with soft_tiny: give a file",
+    ),
     "kd": (["--kd-model-name", "x"], "distillation is out of scope"),
 }
 

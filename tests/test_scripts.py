@@ -242,6 +242,17 @@ def test_start_epoch_and_fresh_optimizer(train: Callable[..., int], trained: Pat
     assert steps == {4}, "the optimizer must have begun anew"
 
 
+def test_what_is_odd_about_the_epochs_is_said(train: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--epochs", "1", "--warmup-epochs", "1") == 0
+    error = capsys.readouterr().err
+    assert "--warmup-epochs 1 fills all 1 epochs: the learning rate only rises" in error
+    assert "--num-classes not given: 3, as in the data: a, b, c" in error
+    assert train("--epochs", "2", "--lr", "2e-3", "--resume", "auto") == 0
+    assert "options that change on resume: lr 0.001 to 0.002, epochs 1 to 2" in capsys.readouterr().err
+    assert train("--epochs", "3", "--lr", "2e-3", "--warmup-epochs", "1", "-j", "1", "--resume", "auto") == 0
+    assert "options that change on resume: epochs 2 to 3, warmup_epochs 0 to 1" in capsys.readouterr().err
+
+
 def test_epochs_trained_again_take_the_place_of_their_rows(train: Callable[..., int], tmp_path: Path) -> None:
     assert train("--epochs", "2") == 0
     assert train("--epochs", "2", "--start-epoch", "1", "--resume", str(tmp_path / "run" / "last.pth.tar")) == 0

@@ -58,10 +58,12 @@ def convert(args: argparse.Namespace) -> int:
     if args.target.exists() and not args.overwrite:
         raise CheckpointError(f"{args.target} exists; choose another name or add --overwrite")
     make_folder(args.target.parent)
-    key, found = find_weights(read_checkpoint(args.source, weights_only=not args.trust), args.use_ema)
+    content = read_checkpoint(args.source, weights_only=not args.trust)
+    key, found = find_weights(content, args.use_ema)
     _logger.info("weights: %s", f"under {key!r}" if key else "the file itself")
     weights = native_weights(found)
     names = [args.model] if args.model else matching_names(weights)
+    names = [name for name in names if name == content.get("arch")] or names
     if not names:
         raise CheckpointError(
             f"{args.source} fits no model of ours (it has {some_of(weights)}): --model NAME says what is amiss. "

@@ -4,6 +4,7 @@ The comment behind a field is its line in ``--help``; the command line and the Y
 fields in ``soft_models.commands.cli``.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
@@ -14,6 +15,8 @@ from soft_models.errors import UsageError
 
 AmpDtype = Literal["float16", "bfloat16"]
 Interpolation = Literal["", "bilinear", "bicubic", "random", "nearest", "lanczos", "box", "hamming"]
+# torch warns of more loader processes than there are cores.
+WORKERS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 Metric = Literal["top1", "top5", "loss"]
 Schedule = Literal["cosine", "tanh", "step", "multistep", "plateau", "poly", "constant", "wsd", "rsqrt", "none"]
 
@@ -58,7 +61,7 @@ class ModelConfig:
     std: tuple[float, ...] | None = None  # of the pixel values, in 0..1, per channel
     interpolation: Interpolation = ""  # of evaluation images; '' for the model's
     batch_size: int = 128  # images per process and step
-    workers: int = 4  # loader processes per process; 0 loads in the main one
+    workers: int = WORKERS  # loader processes per process; 0 loads in the main one
     pin_mem: bool = False  # pin the loader's memory; always on for CUDA
     channels_last: bool = False  # channels-last memory layout
     device: str = ""  # cpu, cuda, cuda:1, mps, ...; '' for the best there is

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,11 @@ class FolderScan:
         return sorted({name for _, name in self.images}, key=natural_key)
 
 
+def image_extensions() -> set[str]:
+    """Suffixes of image files: timm's, and others that folders of photographs have."""
+    return get_img_extensions(as_set=True) | {".bmp", ".gif", ".tif", ".tiff", ".webp"}
+
+
 def find_split(root: str | Path, split: str, flag: str) -> Path:
     """Folder of a split in ``root``, by its name or one of its ``SYNONYMS``; ``flag`` is what names it, for messages.
 
@@ -54,22 +60,42 @@ def find_split(root: str | Path, split: str, flag: str) -> Path:
 def scan_folder(root: Path) -> FolderScan:
     """Find the images below ``root``; as in timm, an image's class is the name of the folder that it lies in.
 
+    Hidden files and folders, whose names begin with a dot, are passed over.
+
     Raises:
         UsageError: No images, or images that lie in no class folder.
     """
-    extensions = get_img_extensions(as_set=True)
+    extensions = image_extensions()
     images: list[tuple[str, str]] = []
     empty: list[str] = []
+    others: Counter[str] = Counter()
+    deep: list[str] = []
     for folder, subfolders, files in os.walk(root, followlinks=True):
-        found = [name for name in files if os.path.splitext(name)[1].lower() in extensions]  # noqa: PTH122 (speed)
-        if found and Path(folder) == root:
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        found = []
+        for name in files:
+            if not name.startswith("."):
+                extension = os.path.splitext(name)[1].lower()  # noqa: PTH122 (speed)
+                if extension in extensions:
+                    found.append(name)
+                else:
+                    others[extension or "none"] += 1
+        where = Path(folder).relative_to(root)
+        if found and not where.parts:
             raise UsageError(f"{root} holds images outside class folders, such as {found[0]}; sort them by class")
+        if found and len(where.parts) > 1:
+            deep.append(str(where))
         if not found and not subfolders:
             empty.append(Path(folder).name)
         label = Path(folder).name
         images.extend((os.path.join(folder, name), label) for name in found)  # noqa: PTH118 (speed)
     if not images:
         raise UsageError(f"{root} holds no images; it needs one folder per class with {some_of(sorted(extensions))}")
+    if deep:
+        _logger.warning("%s has images below class folders, whose last folder is their class: %s", root, some_of(deep))
+    if others:
+        kinds = some_of(f"{count} of suffix {suffix}" for suffix, count in sorted(others.items()))
+        _logger.info("%s: not taken for images: %s", root, kinds)
     images.sort(key=lambda image: natural_key(image[0]))
     return FolderScan(root, images, sorted(empty, key=natural_key))
 
@@ -108,5 +134,5 @@ def label_images(scan: FolderScan, classes: Sequence[str]) -> list[tuple[str, in
         )
     absent = sorted(labels.keys() - set(present), key=labels.__getitem__)
     if absent:
-        _logger.warning("%s has no images of %d classes: %s; labels stay", scan.root, len(absent), some_of(absent))
+        _logger.warning("%s has no images of class %s; labels stay", scan.root, some_of(absent))
     return [(path, labels[name]) for path, name in scan.images]

@@ -64,6 +64,10 @@ def create_model(name: str, arguments: Mapping[str, Any], **more: Any) -> Any:
     Raises:
         UsageError: The model does not take the arguments, or has no published weights.
     """
+    if more.get("pretrained") and is_ours(name.split(".")[0]) and "pretrained_cfg_overlay" not in more:
+        raise UsageError(
+            f"no weights come with {name}: give a file, by --pretrained-path to train, else by --checkpoint"
+        )
     try:
         return timm.create_model(name, **arguments, **more)
     except (TypeError, ValueError, RuntimeError, AssertionError, OSError) as error:

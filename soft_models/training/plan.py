@@ -6,16 +6,16 @@ from pathlib import Path
 
 from timm.optim import list_optimizers
 
-from soft_models.errors import UsageError, suggestion
+from soft_models.errors import UsageError, some_of, suggestion
 
-from .config import TrainConfig, check_counts
+from .config import TrainConfig, check_counts, plain_dict
 from .data import check_batch_size
 from .learner import global_rate
 from .models import check_model_name
 from .resume import check_resume, find_resume
 from .runtime import Runtime
 from .sources import Split, open_train_splits
-from .weights import Checkpoint
+from .weights import Checkpoint, stored_options
 
 _logger = logging.getLogger(__name__)
 
@@ -49,7 +49,26 @@ def make_plan(cfg: TrainConfig, runtime: Runtime) -> Plan:
     found = find_resume(cfg, folder)
     if found:
         check_resume(found[1], cfg, splits[0].classes, found[0])
+        log_changes(found[1], cfg)
+    if cfg.warmup_epochs >= cfg.epochs and not cfg.warmup_prefix and cfg.sched not in ("none", "plateau"):
+        _logger.warning(
+            "--warmup-epochs %d fills all %d epochs: the learning rate only rises",
+            cfg.warmup_epochs,
+            cfg.epochs,
+        )
     return Plan(cfg, runtime, *splits, found)
+
+
+# Options that may change from one start of a run to the next without being worth a word.
+FREE = ("config", "resume", "output", "experiment", "data_dir", "device", "workers", "pin_mem", "log_interval")
+
+
+def log_changes(checkpoint: Checkpoint, cfg: TrainConfig) -> None:
+    """Say which options a run goes on with that it did not begin with."""
+    before, now = stored_options(checkpoint), plain_dict(cfg)
+    changed = [f"{key} {before[key]} to {now[key]}" for key in before if key in now and before[key] != now[key]]
+    if changed := [text for text in changed if text.split()[0] not in FREE]:
+        _logger.warning("options that change on resume: %s", some_of(changed, 8))
 
 
 def check_optimizer(cfg: TrainConfig) -> None:
@@ -78,7 +97,7 @@ def head_classes(cfg: TrainConfig, classes: tuple[str, ...] | None) -> int | Non
             raise UsageError(f"dataset {cfg.dataset!r} does not tell its classes: give --num-classes")
         return cfg.num_classes
     if cfg.num_classes is None:
-        _logger.info("--num-classes not given: %d, as in the data", len(classes))
+        _logger.info("--num-classes not given: %d, as in the data: %s", len(classes), some_of(classes, 10))
         return len(classes)
     if cfg.num_classes < len(classes):
         raise UsageError(f"--num-classes {cfg.num_classes} is too small: the data have {len(classes)} classes")

@@ -34,7 +34,7 @@ from .sampling import derive_seed, seed_all
 from .saver import BEST
 from .scalars import ScalarLog
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("soft_models.training.train")  # also when run as __main__
 
 
 def main(argv: Sequence[str] | None = None) -> int:

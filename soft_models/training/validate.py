@@ -32,7 +32,7 @@ from .sampling import EvalBatches
 from .sources import Split, open_eval_split
 from .trained import Stored, load_trained, prepare, read_stored, resolve_input
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("soft_models.training.validate")  # also when run as __main__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
