@@ -133,6 +133,9 @@ class ConvBNReLU(nn.Sequential):
             self[0], self[1] = fuse_conv_bn_eval(conv, norm), nn.Identity()
 
 
+TANH_GELU_SCALE = 2 * math.sqrt(2 / math.pi)
+
+
 class TanhGELU(nn.Module):
     """The tanh form of GELU, written with the sigmoid where that shows nowhere: ``tanh(z) = 2 sigmoid(2 z) - 1``.
 
@@ -151,7 +154,6 @@ class TanhGELU(nn.Module):
         return is_unobserved(self, x) and x.dtype in (torch.float32, torch.float64)
 
 
-TANH_GELU_SCALE = 2 * math.sqrt(2 / math.pi)
 HIDDEN_ELEMENTS = 2**20  # of an MLP's hidden activations, which a CPU's cache holds with room for their neighbours
 
 
@@ -173,6 +175,9 @@ class Block(nn.Module):
 
     Shape:
         ``(B, N, C)`` in and out.
+
+    Raises:
+        ValueError: ``mlp_ratio`` leaves the MLP without a hidden unit.
     """
 
     MLP: ClassVar[type[nn.Module]] = Mlp
@@ -192,6 +197,8 @@ class Block(nn.Module):
         super().__init__()
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         hidden = int(dim * mlp_ratio)
+        if hidden < 1:
+            raise ValueError(f"mlp_ratio must give the MLP a hidden unit, got {mlp_ratio} of {dim}")
         self.norm1 = norm_layer(dim, **dd)
         self.attn = attn
         self.norm2 = norm_layer(dim, **dd)

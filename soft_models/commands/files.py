@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +16,6 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
-
-_logger = logging.getLogger(__name__)
 
 
 class SaveError(RunStopped):

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from soft_models.errors import CheckpointError, RunStopped, UsageError
 
-_logger = logging.getLogger(__name__)
-
 
 def run_script(name: str, work: Callable[[], int]) -> int:
     """Exit code of ``work``: 2 and one line for a caller's mistake, 1 and one line for a run that had to stop."""

@@ -1,6 +1,5 @@
 """The model in training, with everything that changes along: optimizer, schedule, loss scale and averaged weights."""
 
-import logging
 import math
 import warnings
 from collections.abc import Mapping
@@ -22,8 +21,6 @@ from soft_models.errors import UsageError
 
 from .config import TrainConfig
 from .runtime import Runtime, build_autocast
-
-_logger = logging.getLogger(__name__)
 
 # What the options of the run decide, whatever a checkpoint's optimizer says.
 GROUP_OPTIONS = ("lr", "initial_lr", "lr_scale", "weight_decay", "momentum", "betas", "eps")

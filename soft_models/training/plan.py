@@ -8,14 +8,14 @@ from timm.optim import list_optimizers
 
 from soft_models.errors import UsageError, some_of, suggestion
 
-from .config import TrainConfig, check_counts, plain_dict
+from .config import TrainConfig, check_counts
 from .data import check_batch_size
 from .learner import global_rate
 from .models import check_model_name
-from .resume import check_resume, find_resume
+from .resume import check_resume, find_resume, log_changes
 from .runtime import Runtime
 from .sources import Split, open_train_splits
-from .weights import Checkpoint, stored_options
+from .weights import Checkpoint
 
 _logger = logging.getLogger(__name__)
 
@@ -57,18 +57,6 @@ def make_plan(cfg: TrainConfig, runtime: Runtime) -> Plan:
             cfg.epochs,
         )
     return Plan(cfg, runtime, *splits, found)
-
-
-# Options that may change from one start of a run to the next without being worth a word.
-FREE = ("config", "resume", "output", "experiment", "data_dir", "device", "workers", "pin_mem", "log_interval")
-
-
-def log_changes(checkpoint: Checkpoint, cfg: TrainConfig) -> None:
-    """Say which options a run goes on with that it did not begin with."""
-    before, now = stored_options(checkpoint), plain_dict(cfg)
-    changed = [f"{key} {before[key]} to {now[key]}" for key in before if key in now and before[key] != now[key]]
-    if changed := [text for text in changed if text.split()[0] not in FREE]:
-        _logger.warning("options that change on resume: %s", some_of(changed, 8))
 
 
 def check_optimizer(cfg: TrainConfig) -> None:

@@ -9,7 +9,7 @@ from soft_models.checkpoints import read_checkpoint
 from soft_models.checkpoints.files import EMA_KEYS
 from soft_models.errors import UsageError, some_of
 
-from .config import TrainConfig
+from .config import TrainConfig, plain_dict
 from .engine import Position
 from .learner import Learner
 from .runtime import Runtime
@@ -24,6 +24,9 @@ from .weights import (
 )
 
 _logger = logging.getLogger(__name__)
+
+# Options that may change from one start of a run to the next without being worth a word.
+FREE = ("config", "resume", "output", "experiment", "data_dir", "device", "workers", "pin_mem", "log_interval")
 
 
 def find_resume(cfg: TrainConfig, folder: Path | None) -> tuple[Path, Checkpoint] | None:
@@ -74,6 +77,14 @@ def check_resume(checkpoint: Checkpoint, cfg: TrainConfig, classes: tuple[str, .
     if known and classes and list(known) != list(classes):
         differing = [name for name in (*known, *classes) if name not in known or name not in classes]
         raise UsageError(f"{path} was trained on other classes; not in both: {some_of(differing) or 'another order'}")
+
+
+def log_changes(checkpoint: Checkpoint, cfg: TrainConfig) -> None:
+    """Say which options a run goes on with that it did not begin with."""
+    before, now = stored_options(checkpoint), plain_dict(cfg)
+    changed = [f"{key} {before[key]} to {now[key]}" for key in before if key in now and before[key] != now[key]]
+    if changed := [text for text in changed if text.split()[0] not in FREE]:
+        _logger.warning("options that change on resume: %s", some_of(changed, 8))
 
 
 def ranked_by(metric: str, val_split: str) -> str:
