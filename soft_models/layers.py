@@ -1,6 +1,7 @@
 """Parts that the models share: image batches, position tables, blocks, initial weights."""
 
 import math
+import platform
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_conv_bn_weights
 
-from soft_models.graphs import is_graph
+from soft_models.attention.tokens import tokens_to_map
+from soft_models.graphs import is_exporting, is_graph
 
 __all__ = [
     "MIN_SIZE",
@@ -75,7 +77,13 @@ def is_unobserved(module: nn.Module, x: Tensor) -> bool:
         return False
     if not isinstance(x, Tensor) or x.device.type != "cpu":  # proxies of torch.fx are none
         return False
-    return not any(part.training or part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+    return not any(part.training or has_hooks(part) for part in module.modules())
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks look inside ``module``, forward or backward."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 class ConvBNReLU(nn.Sequential):
@@ -154,6 +162,38 @@ class TanhGELU(nn.Module):
         return is_unobserved(self, x) and x.dtype in (torch.float32, torch.float64)
 
 
+# Of oneDNN, which computes 1 x 1 convolutions faster than torch its matrix products: measured on x86 only.
+HAS_FAST_CONVOLUTIONS = torch.backends.mkldnn.is_available() and platform.machine().lower() in ("x86_64", "amd64")
+MANY_TOKENS = 1024  # from where a convolution's overhead does not count
+
+
+def takes_convolutions(mlp: Mlp, x: Tensor, feat_size: tuple[int, int]) -> bool:
+    """Whether the linear layers of ``mlp`` are faster as 1 x 1 convolutions over the map, and this shows nowhere."""
+    if not HAS_FAST_CONVOLUTIONS or not isinstance(x, Tensor) or x.device.type != "cpu" or x.dtype != torch.float32:
+        return False
+    if is_exporting() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu"):
+        return False
+    if type(mlp) is not Mlp or type(mlp.fc1) is not nn.Linear or type(mlp.fc2) is not nn.Linear:
+        return False  # adapters and the like
+    if _has_any_global_hook() or has_hooks(mlp.fc1) or has_hooks(mlp.fc2) or has_hooks(mlp):
+        return False
+    if x.shape[1] != feat_size[0] * feat_size[1]:  # a class token
+        return False
+    return is_graph() or x.shape[0] * x.shape[1] >= MANY_TOKENS
+
+
+def mlp_by_convolutions(mlp: Mlp, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    """timm's MLP with its linear layers as 1 x 1 convolutions over the map."""
+    x = mlp.drop1(mlp.act(convolve(mlp.fc1, x, feat_size)))
+    return mlp.drop2(convolve(mlp.fc2, mlp.norm(x), feat_size))
+
+
+def convolve(linear: nn.Linear, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+    """A linear layer over tokens as a 1 x 1 convolution over their map."""
+    y = F.conv2d(tokens_to_map(x, feat_size), linear.weight[:, :, None, None], linear.bias)
+    return y.flatten(2).transpose(1, 2)
+
+
 HIDDEN_ELEMENTS = 2**20  # of an MLP's hidden activations, which a CPU's cache holds with room for their neighbours
 
 
@@ -211,28 +251,36 @@ class Block(nn.Module):
         if not torch.jit.is_scripting():
             if self.takes_pieces(x):
                 return self.combine_in_pieces(x, y)
-        return self.combine(x, y)
+        return self.combine(x, y, feat_size)
 
     def attend(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """The attention's branch."""
         return self.attn(self.norm1(x), feat_size)
 
-    def combine(self, x: Tensor, y: Tensor) -> Tensor:
+    def combine(self, x: Tensor, y: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """The block's output from its input and the attention's branch, token by token."""
         x = x + self.drop_path(y)
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+        return x + self.drop_path(self.feed(self.norm2(x), feat_size))
+
+    def feed(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """The MLP's branch."""
+        if not torch.jit.is_scripting():
+            if takes_convolutions(self.mlp, x, feat_size):
+                return mlp_by_convolutions(self.mlp, x, feat_size)
+        return self.mlp(x)
 
     @torch.jit.ignore
     def combine_in_pieces(self, x: Tensor, y: Tensor) -> Tensor:
         shape = x.shape
-        x, y = x.flatten(0, 1), y.flatten(0, 1)
+        x, y = x.reshape(1, -1, shape[-1]), y.reshape(1, -1, shape[-1])
         out = y
-        for start in range(0, len(x), self.piece):
+        for start in range(0, x.shape[1], self.piece):
             tokens = slice(start, start + self.piece)
-            done = self.combine(x[tokens], y[tokens])
+            piece = x[:, tokens]
+            done = self.combine(piece, y[:, tokens], (piece.shape[1], 1))
             if out.dtype != done.dtype:  # under autocast
                 out = torch.empty_like(out, dtype=done.dtype)
-            out[tokens] = done
+            out[:, tokens] = done
         return out.view(shape)
 
     @torch.jit.ignore
@@ -248,9 +296,9 @@ class PostNormBlock(Block):
     def attend(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         return self.attn(x, feat_size)
 
-    def combine(self, x: Tensor, y: Tensor) -> Tensor:
+    def combine(self, x: Tensor, y: Tensor, feat_size: tuple[int, int]) -> Tensor:
         x = self.norm1(x + self.drop_path(y))
-        return self.norm2(x + self.drop_path(self.mlp(x)))
+        return self.norm2(x + self.drop_path(self.feed(x, feat_size)))
 
 
 def init_module_weights(module: nn.Module, needs_reset: bool = True) -> None:

@@ -1,5 +1,7 @@
 """Shared parts: layouts that cost no copy, and what is computed otherwise where that shows nowhere."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,7 +55,7 @@ def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bl
     monkeypatch.setattr(layers, "HIDDEN_ELEMENTS", 20 * 32)
     block = request.param(Shift(), 8, 4, nn.LayerNorm, proj_drop=0.5, drop_path=0.5).eval()
     combine, sizes = block.combine, []
-    monkeypatch.setattr(block, "combine", lambda x, y: sizes.append(x.shape[:-1].numel()) or combine(x, y))
+    monkeypatch.setattr(block, "combine", lambda x, *more: sizes.append(x.shape[:-1].numel()) or combine(x, *more))
     block.__dict__["sizes"] = sizes
     return block
 
@@ -103,6 +105,54 @@ def test_block_is_whole_where_pieces_could_show(block: Block) -> None:
 class Rearranged(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.flip(1)
+
+
+@pytest.fixture(params=[Block, PostNormBlock])
+def convolved(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Block:
+    """A block for maps of ``SIZE``; ``count`` is of its linear layers that were computed as convolutions."""
+    if not layers.HAS_FAST_CONVOLUTIONS:
+        pytest.skip("needs oneDNN on x86")
+    block, convolve = request.param(Shift(), 8, 4, nn.LayerNorm), layers.convolve
+
+    def counted(*args: Any) -> Tensor:
+        block.count += 1
+        return convolve(*args)
+
+    monkeypatch.setattr(layers, "MANY_TOKENS", 2 * 35)
+    monkeypatch.setattr(layers, "convolve", counted)
+    block.count = 0
+    return block
+
+
+def test_linear_layers_by_convolutions_are_the_layers(convolved: Block) -> None:
+    x = torch.randn(2, 35, 8, requires_grad=True)
+    results = []
+    for _ in range(2):
+        out = convolved(x, SIZE)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [x, *convolved.parameters()])])
+        assert convolved.count == 2
+        convolved.mlp.fc1.register_full_backward_hook(lambda module, inputs, outputs: None)
+    assert_close(*results)
+
+
+def test_linear_layers_are_called_where_convolutions_could_show(convolved: Block) -> None:
+    x, grid, mlp = torch.randn(2, 35, 8), SIZE, convolved.mlp
+    with torch.autocast("cpu", torch.bfloat16):
+        convolved(x, grid)
+    convolved.double()(x.double(), grid)
+    convolved.float()(x[:, :34], (2, 17))  # few tokens
+    convolved(torch.randn(2, 36, 8), grid)  # a class token
+    torch.export.export(convolved, (x, grid))
+    for module in (mlp, mlp.fc2):
+        hook = module.register_forward_hook(lambda module, inputs, output: None)
+        convolved(x, grid)
+        hook.remove()
+    hook = register_module_forward_hook(lambda module, inputs, output: None)
+    convolved(x, grid)
+    hook.remove()
+    mlp.fc1 = nn.Sequential(mlp.fc1)  # an adapter
+    convolved(x, grid)
+    assert convolved.count == 0
 
 
 def test_gelu_by_the_sigmoid_is_that_by_tanh() -> None:

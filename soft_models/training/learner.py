@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from soft_models.errors import UsageError
 
 from .config import TrainConfig
-from .runtime import Runtime, build_autocast
+from .runtime import Runtime, build_autocast, compile_model
 
 # What the options of the run decide, whatever a checkpoint's optimizer says.
 GROUP_OPTIONS = ("lr", "initial_lr", "lr_scale", "weight_decay", "momentum", "betas", "eps")
@@ -152,11 +152,9 @@ def build_learner(cfg: TrainConfig, model: nn.Module, mixes: bool, runtime: Runt
 
 def wrap(learner: Learner, runtime: Runtime) -> None:
     """Compile and distribute the model, in this order."""
-    if learner.cfg.torchcompile:
-        options = {"backend": learner.cfg.torchcompile, "mode": learner.cfg.torchcompile_mode}
-        learner.model.compile(**options)
-        if learner.ema is not None:
-            learner.ema.module.compile(**options)
+    compile_model(learner.cfg, learner.model, runtime.device)
+    if learner.ema is not None:
+        compile_model(learner.cfg, learner.ema.module, runtime.device)
     if runtime.world_size > 1:
         ids = [runtime.device] if runtime.device.type == "cuda" else None
         learner.module = DistributedDataParallel(learner.model, device_ids=ids)

@@ -125,6 +125,16 @@ def build_autocast(cfg: ModelConfig, device: torch.device) -> AbstractContextMan
     return torch.autocast(device.type, dtype=getattr(torch, cfg.amp_dtype))
 
 
+def compile_model(cfg: ModelConfig, model: torch.nn.Module, device: torch.device) -> None:
+    """Compile the model in place, if the configuration asks for it."""
+    if not cfg.torchcompile:
+        return
+    options: dict[str, Any] | None = None
+    if device.type == "cpu" and cfg.torchcompile == "inductor" and cfg.torchcompile_mode is None:
+        options = {"force_layout_optimization": True}  # or the backward pass of depthwise convolutions is slow
+    model.compile(backend=cfg.torchcompile, mode=cfg.torchcompile_mode, options=options)
+
+
 class StopRequest:
     """SIGINT and SIGTERM as a wish that the training loop asks about; a second signal ends the process at once."""
 

@@ -21,7 +21,7 @@ from .models import (
     model_arguments,
     spatial_size,
 )
-from .runtime import Runtime
+from .runtime import Runtime, compile_model
 from .weights import check_architecture, choose_weights, load_exactly, stored_extras, stored_options
 
 _logger = logging.getLogger(__name__)
@@ -136,8 +136,7 @@ def prepare(cfg: TrainedConfig, model: nn.Module, runtime: Runtime) -> nn.Module
     model.to(runtime.device)
     if cfg.channels_last:
         model.to(memory_format=torch.channels_last)
-    if cfg.torchcompile:
-        model.compile(backend=cfg.torchcompile, mode=cfg.torchcompile_mode)
+    compile_model(cfg, model, runtime.device)
     return model
 
 
