@@ -250,9 +250,6 @@ def create_features(name: str, out_indices: tuple[int, ...], checkpoint: str | P
     if checkpoint is None:
         return timm.create_model(name, **options)
     weights = native_weights(find_weights(read_checkpoint(checkpoint))[1])
-    table = weights.get("stages.0.pos_embed")
-    if table is not None and table.ndim == 4:
-        options.setdefault("img_size", (STRIDES[0] * table.shape[1], STRIDES[0] * table.shape[2]))
     features = timm.create_model(name, pretrained=True, pretrained_cfg_overlay={"file": str(checkpoint)}, **options)
     own = features.model.state_dict()
     dropped = [key for key in weights if key not in own]

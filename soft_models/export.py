@@ -5,10 +5,13 @@
 
 ``onnx`` is for onnxruntime and the like, ``torch`` for ``torch.export.load``. The file takes any batch and, unless
 --fixed-size is given, images of any size that the model takes. It is read back and compared with the model at batches
-of 1, 2 and 5 and at two sizes before it takes its name.
+of 1, 2 and 5 and at two sizes before it takes its name. Along with the model it holds a JSON text with the model's
+name, its preprocessing and its classes: in ONNX the metadata "soft_models", in a program the extra file
+"soft_models.json".
 """
 
 import importlib
+import json
 import logging
 import sys
 import warnings
@@ -26,13 +29,15 @@ from soft_models.commands.cli import parse_config
 from soft_models.commands.files import make_folder, replacing
 from soft_models.commands.script import run_script, setup_logging
 from soft_models.errors import RunStopped, UsageError
-from soft_models.training.config import TrainedConfig
+from soft_models.training.config import TrainedConfig, plain_values
 from soft_models.training.trained import load_or_random
 
 _logger = logging.getLogger("soft_models.export")  # also when run as __main__
 
 BATCHES = (1, 2, 5)
 TOLERANCE = 1e-4  # largest deviation of the outputs, over their largest value
+METADATA = "soft_models"
+AXES = ("batch", "height", "width")  # names of those that are free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +78,14 @@ def export(cfg: ExportConfig) -> int:
     make_folder(path.parent)
     if cfg.format == "onnx":
         require("onnx", "onnxscript", "onnxruntime")
-    model, size = load_model(cfg)
+    model, described = load_model(cfg)
+    size = described["input_size"]
     with replacing(path) as temporary:
         write = write_onnx if cfg.format == "onnx" else write_torch
         try:
             # Not with the size of the position tables, which at that size are not resized in the graph.
             *_, shape = sample_sizes(size, not cfg.fixed_size)
-            write(model, torch.zeros(2, *shape), dynamic_shapes(not cfg.fixed_size), temporary)
+            write(model, torch.zeros(2, *shape), not cfg.fixed_size, json.dumps(described), temporary)
         except Exception as error:  # exporters raise what they like
             advice = "" if cfg.fixed_size else "; try --fixed-size"
             raise RunStopped(f"the model cannot be exported{advice} ({root_cause(error)})") from error
@@ -114,35 +120,45 @@ def require(*libraries: str) -> None:
             raise UsageError(f"this needs {library}: pip install {' '.join(libraries)}") from None
 
 
-def load_model(cfg: ExportConfig) -> tuple[nn.Module, tuple[int, ...]]:
-    """The model in eval mode, convolutions and normalisations merged, and the image size to export it with."""
+def load_model(cfg: ExportConfig) -> tuple[nn.Module, dict[str, Any]]:
+    """The model in eval mode, convolutions and normalisations merged; its name, preprocessing and classes."""
     shared = {name: getattr(cfg, name) for name in ("use_ema", "num_classes", "model_kwargs", "img_size", "input_size")}
     trained = TrainedConfig(model=cfg.model, checkpoint=cfg.checkpoint, **shared)
-    _, model, data_config, _ = load_or_random(trained)
-    return reparameterize_model(model.eval()), tuple(data_config["input_size"])
+    loaded = load_or_random(trained)
+    described = {
+        "model": loaded.name,
+        **plain_values(loaded.data_config),
+        "input_img_mode": loaded.image_mode,
+        "classes": loaded.classes,
+    }
+    return reparameterize_model(loaded.model.eval()), described
 
 
-def dynamic_shapes(any_size: bool) -> tuple[dict[int, Any], ...]:
+def free_axes(any_size: bool) -> dict[int, Any]:
     """Which axes of the images are free."""
-    free: dict[int, Any] = {0: torch.export.Dim("batch", min=1, max=2**16)}
-    return ({**free, 2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC} if any_size else free,)
+    free: dict[int, Any] = {0: torch.export.Dim(AXES[0], min=1, max=2**16)}
+    return {**free, 2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC} if any_size else free
 
 
-def write_torch(model: nn.Module, images: Tensor, shapes: tuple[dict[int, Any], ...], path: Path) -> None:
+def write_torch(model: nn.Module, images: Tensor, any_size: bool, description: str, path: Path) -> None:
     """Write a program for ``torch.export.load``."""
-    program = torch.export.export(model, (images,), dynamic_shapes=shapes)
-    torch.export.save(program, path)
+    program = torch.export.export(model, (images,), dynamic_shapes=(free_axes(any_size),))
+    torch.export.save(program, path, extra_files={f"{METADATA}.json": description})
 
 
-def write_onnx(model: nn.Module, images: Tensor, shapes: tuple[dict[int, Any], ...], path: Path) -> None:
+def write_onnx(model: nn.Module, images: Tensor, any_size: bool, description: str, path: Path) -> None:
     """Write an ONNX file with input ``images`` and output ``logits``."""
+    free: dict[int, Any] = dict(zip((0, 2, 3), AXES, strict=True)) if any_size else {0: AXES[0]}
+    if torch.__version__ < "2.7":  # which takes no names
+        free = free_axes(any_size)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's remarks about itself
         program = torch.onnx.export(
-            model, (images,), dynamo=True, dynamic_shapes=shapes, verbose=False, input_names=["images"],
+            model, (images,), dynamo=True, dynamic_shapes=(free,), verbose=False, input_names=["images"],
             output_names=["logits"],
         )  # fmt: skip
     assert program is not None
+    program.model.metadata_props[METADATA] = description
     program.save(path)
 
 

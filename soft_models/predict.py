@@ -143,7 +143,8 @@ def class_names(cfg: PredictConfig, stored: Stored, model: nn.Module) -> list[st
     count = int(getattr(model, "num_classes", 0))
     if count < 1:
         raise UsageError(f"{cfg.model} has no classifier: --num-classes must be at least 1")
-    names: list[str] = read_class_map(cfg.class_map) if cfg.class_map else list(stored.classes or [])
+    known = stored.classes or getattr(model, "pretrained_cfg", {}).get("label_names")
+    names: list[str] = read_class_map(cfg.class_map) if cfg.class_map else list(known or [])
     subset = infer_imagenet_subset(model)
     if not names and subset:
         _logger.info("classes are taken to be those of %s, as the head has %d outputs; see --class-map", subset, count)

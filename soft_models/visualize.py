@@ -312,7 +312,8 @@ def model_rows(
     """Titled rows of panels of one model: one for each point and head."""
     points = [parse_point(text) for text in cfg.point] or [(photo.width / 2, photo.height / 2)]
     check_points(points, photo.size)
-    loaded, model, data_config, mode = load_or_random(TrainedConfig(model=name, checkpoint=checkpoint))
+    loaded = load_or_random(TrainedConfig(model=name, checkpoint=checkpoint))
+    model, data_config, mode = loaded.model, loaded.data_config, loaded.image_mode
     count = len(attention_layers(model))
     size = cfg.size or data_config["input_size"][-1]
     if cfg.block < 1 and cfg.block != -1:
@@ -339,7 +340,7 @@ def model_rows(
                 panels.append((title, draw_map(resized, weights, found.stride, point, cfg.panel)))
             what = f"head {head}" if head else "mean of the heads"
             where = f"query at {points[i][0]:g},{points[i][1]:g} of {photo.width} x {photo.height}"
-            rows.append((f"{loaded.model}, {where}, {what}", panels))
+            rows.append((f"{loaded.name}, {where}, {what}", panels))
     return rows
 
 

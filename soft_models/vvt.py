@@ -12,7 +12,7 @@ from soft_models.attention import create_attention
 from soft_models.attention.tokens import tokens_to_map
 from soft_models.backbone import PyramidBackbone, check_lengths, resolve_act, resolve_norm
 from soft_models.checkpoints import checkpoint_filter_fn
-from soft_models.layers import Block, init_module_weights
+from soft_models.layers import Block, init_module_weights, is_unobserved
 
 __all__ = ["VicinityVisionTransformer", "checkpoint_filter_fn"]  # timm's tests look for the filter here
 
@@ -63,18 +63,20 @@ class ConvMlp(nn.Module):
         self.fc1 = nn.Linear(dim, hidden_dim, **dd)
         self.dwconv = nn.Conv2d(hidden_dim, hidden_dim, 3, padding=1, groups=hidden_dim, **dd)
         self.act = act_layer()
-        self.exact_gelu = type(self.act) is nn.GELU and self.act.approximate == "none"
         self.fc2 = nn.Linear(hidden_dim, dim, **dd)
         self.drop = nn.Dropout(drop)
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         x = self.dwconv(tokens_to_map(self.fc1(x), feat_size)).flatten(2).transpose(1, 2)
-        if self.exact_gelu and not torch.is_grad_enabled():
-            # In place: a fresh buffer for the largest tensor of the model costs more than the function itself.
-            x = torch.ops.aten.gelu_(x)
-        else:
-            x = self.act(x)
-        return self.drop(self.fc2(self.drop(x)))
+        if not torch.jit.is_scripting():
+            if self.acts_in_place(x):
+                return self.fc2(torch.ops.aten.gelu_(x))
+        return self.drop(self.fc2(self.drop(self.act(x))))
+
+    @torch.jit.ignore
+    def acts_in_place(self, x: Tensor) -> bool:
+        # A fresh buffer for the largest tensor of the model costs more than the function itself.
+        return type(self.act) is nn.GELU and self.act.approximate == "none" and is_unobserved(self, x)
 
 
 class VicinityBlock(Block):
@@ -82,9 +84,8 @@ class VicinityBlock(Block):
 
     MLP = ConvMlp
 
-    def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        x = x + self.drop_path(self.attn(self.norm1(x), feat_size))
-        return x + self.drop_path(self.mlp(self.norm2(x), feat_size))
+    def mlp_branch(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        return self.mlp(x, feat_size)
 
 
 class VicinityStage(nn.Module):

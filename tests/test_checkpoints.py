@@ -23,6 +23,7 @@ from official import (
     stage_outputs,
     write,
 )
+from timm.data import resolve_data_config
 from tiny_data import write_folder
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -218,6 +219,30 @@ def test_features_only_opens_official_files(out_indices: tuple[int, ...], tmp_pa
     maps = door_overlay(path).forward_intermediates(images, list(out_indices), intermediates_only=True)
     for found, wanted in zip(features(images), maps, strict=True):
         assert torch.equal(found, wanted)
+
+
+def test_a_trained_file_brings_preprocessing_and_with_its_head_the_classes(tmp_path: Path) -> None:
+    source, names = mini(img_size=(64, 96)), [f"class {label}" for label in range(10)]
+    stored = {"input_size": [3, 64, 96], "mean": [0.1, 0.2, 0.3], "std": [0.4] * 3, "crop_pct": 0.5}
+    extras = {"format": 1, "classes": names, "data_config": {**stored, "interpolation": "bilinear"}}
+    path = write({"state_dict": source.state_dict(), "soft_models": extras}, tmp_path / "own.pth.tar")
+    model = door_overlay(path)
+    config = resolve_data_config({}, model=model)
+    assert config["input_size"] == (3, 64, 96) and config["mean"] == (0.1, 0.2, 0.3) and config["std"] == (0.4,) * 3
+    assert (config["interpolation"], config["crop_pct"]) == ("bilinear", 0.5)
+    assert model.pretrained_cfg["label_names"] == tuple(names)
+    assert torch.equal(model.stages[0].pos_embed, source.stages[0].pos_embed), "not resized"
+    other = mini(True, num_classes=5, img_size=64, pretrained_cfg_overlay={"file": str(path), "mean": (0.5,) * 3})
+    assert other.stages[0].pos_embed.shape[1:3] == (16, 16)
+    assert (other.pretrained_cfg["mean"], other.pretrained_cfg["std"]) == ((0.5,) * 3, (0.4,) * 3)
+    assert not other.pretrained_cfg.get("label_names"), "of another head"
+    assert not mini(True, num_classes=0, pretrained_cfg_overlay={"file": str(path)}).pretrained_cfg.get("label_names")
+    given = {"file": str(path), "label_names": tuple("abcde")}
+    assert mini(True, num_classes=5, pretrained_cfg_overlay=given).pretrained_cfg["label_names"] == tuple("abcde")
+    extras["format"] = 2
+    path = write({"state_dict": source.state_dict(), "soft_models": extras}, tmp_path / "later.pth.tar")
+    with pytest.raises(CheckpointError, match="has format 2, this version reads up to 1; update"):
+        door_overlay(path)
 
 
 def without(name: str) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Exported files give the model's outputs at other batches and sizes, and replace nothing unless they do."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ def saved(name: str, folder: Path) -> tuple[torch.nn.Module, list[str]]:
     kwargs = {key: eval(value) for key, _, value in (text.partition("=") for text in MODELS[name][1:-2])}
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=5, **kwargs).eval()
-    torch.save({"arch": name, "state_dict": model.state_dict()}, folder / "model.pth")
+    extras = {"classes": list("abcde"), "data_config": {"mean": [0.1, 0.2, 0.3]}}
+    torch.save({"arch": name, "state_dict": model.state_dict(), "soft_models": extras}, folder / "model.pth")
     return model, [name, "--checkpoint", str(folder / "model.pth"), "--img-size", "96", *MODELS[name]]
 
 
@@ -34,8 +36,11 @@ def test_torch_program_equals_the_model(name: str, tmp_path: Path, capsys: pytes
     path = tmp_path / "model.pt2"
     assert main([*options, "--format", "torch", "--output", str(path)]) == 0
     assert f"wrote {path}: any batch, any size; read back at batches 1, 2, 5" in capsys.readouterr().err
-    images = torch.randn(3, 3, 64, 160)
-    torch.testing.assert_close(torch.export.load(path).module()(images), model(images), rtol=1e-4, atol=1e-5)
+    images, texts = torch.randn(3, 3, 64, 160), {"soft_models.json": ""}
+    found = torch.export.load(path, extra_files=texts).module()(images)
+    torch.testing.assert_close(found, model(images), rtol=1e-4, atol=1e-5)
+    described = json.loads(texts["soft_models.json"])
+    assert (described["model"], described["input_size"], described["classes"]) == (name, [3, 96, 96], list("abcde"))
 
 
 @pytest.mark.parametrize(
@@ -48,6 +53,9 @@ def test_onnx_file_equals_the_model(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     assert main([*options, "--output", str(path)]) == 0
     session = runtime.InferenceSession(path)
+    assert session.get_inputs()[0].shape == ["batch", 3, "height", "width"]
+    described = json.loads(session.get_modelmeta().custom_metadata_map["soft_models"])
+    assert (described["mean"], described["classes"]) == ([0.1, 0.2, 0.3], list("abcde"))
     for shape in ((1, 3, 96, 96), (5, 3, 64, 160)):
         images = torch.randn(shape)
         (logits,) = session.run(None, {"images": images.numpy()})

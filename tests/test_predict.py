@@ -12,8 +12,10 @@ import timm
 import torch
 from tiny_data import BROKEN, CLASSES, write_image, write_odd_images
 
+from soft_models.predict import PredictConfig, class_names
 from soft_models.predict import main as predict_main
 from soft_models.training.train import main as train_main
+from soft_models.training.trained import Stored
 from soft_models.training.validate import main as validate_main
 
 
@@ -157,6 +159,12 @@ def test_unnamed_outputs_are_shown_by_number(predict: Callable[..., Any], data: 
     assert code == 0
     assert "7 of the head's 7 outputs have no name" in printed.err
     assert all(found["name"] == str(found["label"]) for found in results[0]["classes"])
+
+
+def test_names_that_a_loaded_model_brings_are_used() -> None:
+    model = timm.create_model("test_byobnet", num_classes=3)
+    model.pretrained_cfg["label_names"] = ("x", "y", "z")  # as save_for_hf writes them
+    assert class_names(PredictConfig(), Stored(), model) == ["x", "y", "z"]
 
 
 def test_a_new_image_of_a_class_is_recognised(predict: Callable[..., Any], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import BASE, ROOT, STATEFUL, assert_same, assert_same_run, load, stop_at
+from runs import BASE, ROOT, STATEFUL, assert_same, assert_same_run, load, rows, stop_at
 
 from soft_models.commands import files
 from soft_models.training.train import main as train_main
@@ -145,6 +145,26 @@ def test_checkpoint_of_a_later_version_is_refused(
     torch.save(later, tmp_path / "run" / "last.pth.tar")
     assert train("--resume", "auto") == 2
     assert "the checkpoint has format 99, this version reads up to 1; update" in capsys.readouterr().err
+
+
+def test_fine_tuned_model_keeps_architecture_and_images_of_its_file(
+    train: Callable[..., int], validate: Callable[..., dict[str, Any]], data: Path, tmp_path: Path
+) -> None:
+    kwargs = ["embed_dims=(16,16,32,32)", "num_heads=(1,2,2,2)", "depths=(1,1,1,1)", "landmark_grid=3", "img_size=48"]
+    model = ["--model", "soft_tiny", "--model-kwargs", *kwargs, "--in-chans", "1", "--mean", "0.3"]
+    assert train(*model, "--epochs", "1", experiment="gray") == 0
+    options = "--model soft_tiny -b 6 -j 0 --device cpu --warmup-epochs 0 --opt adamw --lr 1e-3".split()
+    source = str(tmp_path / "gray" / "last.pth.tar")
+    argv = [str(data), *options, "--output", str(tmp_path), "--experiment", "fine", "--pretrained-path", source]
+    for epochs in ("1", "2"):  # the second resumes the first
+        assert train_main([*argv, "--epochs", epochs, "--resume", "auto"]) == 0
+        found = load(tmp_path / "fine" / "last.pth.tar")
+        extras = found["soft_models"]
+        assert (extras["data_config"]["input_size"], extras["data_config"]["mean"]) == ([3, 32, 32], [0.3, 0.3, 0.3])
+        assert (extras["model_args"]["landmark_grid"], extras["model_args"]["in_chans"]) == (3, 3)
+        assert found["state_dict"]["stages.0.pos_embed"].shape == (1, 12, 12, 16)
+    result = validate("--checkpoint", str(tmp_path / "fine" / "last.pth.tar"))
+    assert result["loss"] == pytest.approx(float(rows(tmp_path / "fine")[1]["eval_loss"]), abs=1e-5)
 
 
 def test_earlier_run_is_not_overwritten(trained: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:

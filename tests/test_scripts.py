@@ -133,10 +133,14 @@ def test_head_is_said_to_be_larger_than_the_data(
 def test_pretrained_path_adapts_the_head(
     trained: Path, train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = str(trained / "model_best.pth.tar")
+    source, path = load(trained / "model_best.pth.tar"), str(tmp_path / "source.pth.tar")
+    source["soft_models"]["data_config"]["mean"] = [0.1, 0.2, 0.3]
+    torch.save(source, path)
     assert train("--pretrained-path", path, "--num-classes", "5", "--in-chans", "1", "--lr", "0", "--epochs", "1") == 0
     assert "new: head.fc.bias, head.fc.weight" in capsys.readouterr().err
-    ours, theirs = load(tmp_path / "run" / "last.pth.tar")["state_dict"], load(Path(path))["state_dict_ema"]
+    found = load(tmp_path / "run" / "last.pth.tar")
+    assert found["soft_models"]["data_config"]["mean"] == pytest.approx([0.2]), "the source's, as its weights expect"
+    ours, theirs = found["state_dict"], source["state_dict_ema"]
     name = "stages.1.0.conv1_1x1.conv.weight"
     name = name if name in ours else next(key for key in ours if key.startswith("stages") and ours[key].ndim == 4)
     assert torch.equal(ours[name], theirs[name])

@@ -14,7 +14,7 @@ from official import (
     official_state_dict,
     stage_outputs,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from soft_models.checkpoints import CheckpointError, checkpoint_filter_fn
 from soft_models.variants.vvt import VARIANTS, default_cfgs
@@ -106,11 +106,23 @@ def test_any_image_size_works_and_every_pixel_counts(size: tuple[int, int]) -> N
 
 
 def test_inference_in_place_equals_training_arithmetic() -> None:
-    mlp = ConvMlp(8, 16)
+    mlp = ConvMlp(8, 16).eval()
     x = torch.randn(2, 12, 8)
     with torch.no_grad():
         fast = mlp(x, (3, 4))
     assert torch.equal(fast, mlp(x, (3, 4)))
+
+
+def test_what_looks_inside_the_mlp_sees_it_as_it_stands() -> None:
+    mlp, x, seen = ConvMlp(4, 8).eval(), torch.randn(1, 6, 4), []
+    with torch.no_grad():
+        expected = mlp(x, (2, 3))
+        for part in (mlp.dwconv, mlp.act):
+            part.register_forward_hook(lambda module, inputs, output: seen.append((output, output.clone())))
+        torch.testing.assert_close(mlp(x, (2, 3)), expected)
+        assert len(seen) == 2 and all(torch.equal(output, then) for output, then in seen), "written over"
+        mlp.act = nn.ReLU()
+        assert not torch.allclose(mlp(x, (2, 3)), expected)
 
 
 def test_pruning_ends_at_the_last_kept_stage() -> None:

@@ -111,7 +111,7 @@ def inverse_spd(matrix: Tensor, iters: int = EXPORT_STEPS) -> Tensor:
     """Inverse of symmetric positive definite matrices ``(..., M, M)``, NaN of others.
 
     In exported programs, and on devices for which torch may lack the factorisation, by so many Newton steps that
-    they have converged for any kernel with its ridge.
+    they have converged for any kernel with its ridge of up to 1,700 landmarks.
     """
     if not torch.jit.is_scripting():
         if is_exporting() or matrix.device.type not in ("cpu", "cuda", "meta"):

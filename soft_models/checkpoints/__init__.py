@@ -1,8 +1,8 @@
 """Checkpoints of the official code, of training runs and of ours: reading, conversion, command line.
 
-``files`` reads a file and finds the weights in it; ``renames`` says what the official code calls what our pyramids
-hold; ``convert`` brings names, pieces and position tables into a model, all or nothing; ``vit`` does so for timm's
-plain ViT and DeiT; ``__main__`` converts a file once.
+``files`` reads a file and finds the weights in it, ``extras`` what training scripts store beside them; ``renames``
+says what the official code calls what our pyramids hold; ``convert`` brings names, pieces and position tables into a
+model, all or nothing; ``vit`` does so for timm's plain ViT and DeiT; ``__main__`` converts a file once.
 """
 
 from soft_models.checkpoints.convert import (

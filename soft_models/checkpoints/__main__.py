@@ -23,10 +23,12 @@ from soft_models.checkpoints.convert import (
     native_weights,
     strip_prefixes,
 )
+from soft_models.checkpoints.extras import pretrained_settings
 from soft_models.checkpoints.files import find_weights, read_checkpoint
 from soft_models.commands.files import make_folder, replacing
 from soft_models.commands.script import run_script, setup_logging
-from soft_models.errors import CheckpointError, some_of
+from soft_models.errors import CheckpointError, some_of, suggestion
+from soft_models.registry import registered_names
 
 _logger = logging.getLogger("soft_models.checkpoints")
 
@@ -73,6 +75,8 @@ def convert(args: argparse.Namespace) -> int:
     used = len(strip_prefixes(found))
     _logger.info("matched: %d of %d tensors, as %d of %s", used, len(found), len(weights), " or ".join(names))
     _logger.info("dropped: %s", f"{len(found) - used} tensors" if used < len(found) else "nothing")
+    if pretrained_settings(content):
+        _logger.info("preprocessing and class names stay behind: a loader finds them in %s only", args.source)
     if len(names) > 1:
         _logger.info(
             "whether the weights want the normalised form cannot be told from their names: ask who trained them"
@@ -85,7 +89,8 @@ def convert(args: argparse.Namespace) -> int:
 def check_name(name: str, weights: dict[str, Tensor]) -> None:
     """Refuse weights that do not fill the model ``name``, whatever their classes, channels and image size."""
     if not timm.is_model(name):
-        raise CheckpointError(f"unknown model {name!r}; python -m soft_models lists the names")
+        hint = suggestion(name, registered_names()) or "; python -m soft_models lists them"
+        raise CheckpointError(f"unknown model {name!r}{hint}")
     model = timm.create_model(name, device="meta")
     tables = {key for key in weights if key.endswith("pos_embed")}
     check_fit(weights, model, reshaped=free_names(model) | tables, absent=head_names(model))

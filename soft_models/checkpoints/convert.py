@@ -126,9 +126,19 @@ def check_fit(
             for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", misfits))
             if names
         ]
-        raise CheckpointError(
-            "the weights do not fit: " + "; ".join(parts) + advice(weights, model, missing + unexpected)
-        )
+        names = matching_names(weights)
+        if getattr(model, "pretrained_cfg", {}).get("architecture") not in names:
+            parts = parts if not names else []  # what differs between two models is long, and helps nobody
+        elif not missing + unexpected:
+            parts.append(
+                "but for head or input channels they do: timm.create_model(name, pretrained=True, "
+                "pretrained_cfg_overlay=dict(file=...)) adapts these"
+            )
+            names = []
+        if names:
+            hint = ", whether with normalisation cannot be told from its names" if len(names) > 1 else ""
+            parts.append(f"the file fits {' or '.join(map(repr, names))}{hint}")
+        raise CheckpointError(f"the weights do not fit: {'; '.join(parts)}")
     broken = [name for name, tensor in weights.items() if not _finite(tensor)]
     if broken:
         raise CheckpointError(f"{len(broken)} tensors of the file hold NaN or infinity: {some_of(broken)}")
@@ -136,20 +146,6 @@ def check_fit(
 
 def _finite(tensor: Tensor) -> bool:
     return tensor.is_meta or not tensor.is_floating_point() or bool(tensor.isfinite().all())
-
-
-def advice(weights: Mapping[str, Tensor], model: nn.Module, amiss: list[str]) -> str:
-    """What to do about weights that do not fit, if they fit this model but for the head, or another one of ours."""
-    names = matching_names(weights)
-    if getattr(model, "pretrained_cfg", {}).get("architecture") in names and not amiss:
-        return (
-            "; but for head or input channels they do: timm.create_model(name, pretrained=True, "
-            "pretrained_cfg_overlay=dict(file=...)) adapts these, as --pretrained-path does"
-        )
-    if not names:
-        return ""
-    hint = ", whether with normalisation cannot be told from its names" if len(names) > 1 else ""
-    return f"; the file fits {' or '.join(map(repr, names))}{hint}"
 
 
 def matching_names(weights: Mapping[str, Tensor]) -> list[str]:

@@ -116,7 +116,8 @@ class _Parser(argparse.ArgumentParser):
             if reason:
                 raise UsageError(f"{flag} is not supported: {reason}")
             if token.startswith("-"):
-                raise UsageError(f"unknown flag {flag}{suggestion(flag, self._option_string_actions)}")
+                hint = suggestion(flag, self._option_string_actions) or "; --help lists them"
+                raise UsageError(f"unknown flag {flag}{hint}")
         if unknown:
             raise UsageError(f"unexpected argument {unknown[0]!r}")
         return vars(known)
@@ -175,7 +176,7 @@ def load_yaml(path: str | Path, cls: type) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(cls)]
     for key in options:
         if key not in names:
-            raise UsageError(f"unknown option {key!r} in {path}{suggestion(key, names)}")
+            raise UsageError(f"unknown option {key!r} in {path}{suggestion(key, names) or '; --help lists them'}")
     return {key: _cast_given(cls, key, value, hints) for key, value in options.items()}
 
 

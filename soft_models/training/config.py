@@ -109,7 +109,7 @@ class TrainConfig(DataConfig):
     val_split: str = "validation"  # folder or split to validate on, also by another name such as val; '' for none
     # Weights to start from.
     pretrained: bool = False  # start from the model's published weights
-    pretrained_path: str = ""  # weights to fine-tune: head and input channels are adapted
+    pretrained_path: str = ""  # file to fine-tune, which adapts the head; its images and architecture are the defaults
     initial_checkpoint: str = ""  # weights to start from, of exactly this model
     resume: str = ""  # checkpoint to continue, or auto: the newest of this experiment
     no_resume_opt: bool = False  # continue the weights but not the optimizer

@@ -12,6 +12,7 @@ from torch import nn
 
 from soft_models.checkpoints import read_checkpoint
 from soft_models.checkpoints.convert import head_names
+from soft_models.checkpoints.extras import constructor_arguments, pretrained_settings
 from soft_models.errors import UsageError, some_of, suggestion
 from soft_models.registry import is_ours
 
@@ -28,7 +29,8 @@ def check_model_name(name: str) -> None:
         UsageError: It does not.
     """
     if not name.startswith(("hf-hub:", "hf_hub:", "local-dir:")) and not is_model(name):
-        raise UsageError(f"unknown model {name!r}{suggestion(name, timm.list_models())}")
+        hint = suggestion(name, timm.list_models()) or "; python -m soft_models lists ours, timm.list_models() all"
+        raise UsageError(f"unknown model {name!r}{hint}")
 
 
 def spatial_size(cfg: ModelConfig) -> tuple[int, int] | None:
@@ -74,13 +76,28 @@ def create_model(name: str, arguments: Mapping[str, Any], **more: Any) -> Any:
         raise UsageError(f"cannot create {name}: {' '.join(str(error).split())}") from error
 
 
-def build_train_model(cfg: TrainConfig) -> Any:
+def starting_arguments(cfg: TrainConfig, resumed: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Constructor arguments: those given, then those of the checkpoint that training resumes or starts from.
+
+    Args:
+        cfg: Options; of a file to fine-tune, which may be of other images, the channels are not taken.
+        resumed: Content of the checkpoint to resume.
+    """
+    given, inherited = model_arguments(cfg), {}
+    if resumed is not None:
+        inherited = constructor_arguments(resumed, cfg.model)
+    elif cfg.pretrained_path:
+        checkpoint, known = read_checkpoint(cfg.pretrained_path), get_pretrained_cfg(cfg.model, allow_unregistered=True)
+        inherited = constructor_arguments(checkpoint, cfg.model) | {"in_chans": known.input_size[0] if known else 3}
+    return {**inherited, **given}
+
+
+def build_train_model(cfg: TrainConfig, arguments: Mapping[str, Any]) -> Any:
     """The model to train, with the weights that it starts from.
 
     Raises:
         UsageError: The model or its weights are not as asked for.
     """
-    arguments = model_arguments(cfg)
     rates = {"drop_rate": cfg.drop, "drop_path_rate": cfg.drop_path, "drop_block_rate": cfg.drop_block}
     model: Any
     if cfg.pretrained_path:
@@ -108,7 +125,7 @@ def _adapt_weights(cfg: TrainConfig, arguments: Mapping[str, Any], rates: Mappin
     """Load through timm's pretrained path, which renames, resizes, and adapts the input channels; all or nothing.
 
     A head of other classes stays new. timm would then load whatever fits, so here it is given a head of the right
-    classes, the new model's own, and loads strictly.
+    classes, the new model's own, and loads strictly. Preprocessing that our training stored in the file comes along.
     """
     path = cfg.pretrained_path
     if is_ours(cfg.model.split(".")[0]):
@@ -124,7 +141,8 @@ def _adapt_weights(cfg: TrainConfig, arguments: Mapping[str, Any], rates: Mappin
                 weights[name] = own[name]
                 new.append(name)
         _logger.info("loading %s of %s; new: %s", key or "the weights", path, some_of(new) or "nothing")
-        overlay = {"state_dict": weights, "num_classes": model.num_classes, "custom_load": False}
+        overlay = {**pretrained_settings(checkpoint), "state_dict": weights}
+        overlay |= {"num_classes": model.num_classes, "custom_load": False, "label_names": None}
     model = create_model(cfg.model, arguments, pretrained=True, pretrained_cfg_overlay=overlay, **rates)
     model.pretrained_cfg.pop("state_dict", None)  # or every copy of the model would carry the weights along
     return model

@@ -67,7 +67,8 @@ def check_optimizer(cfg: TrainConfig) -> None:
     """
     known = [*list_optimizers(), *(f"lookahead_{name}" for name in list_optimizers())]
     if cfg.opt.lower() not in known:
-        raise UsageError(f"unknown --opt {cfg.opt!r}{suggestion(cfg.opt, known)}")
+        hint = suggestion(cfg.opt, known) or "; timm.optim.list_optimizers() lists them"
+        raise UsageError(f"unknown --opt {cfg.opt!r}{hint}")
     if cfg.layer_decay is not None and cfg.sched == "none":
         raise UsageError(
             "--layer-decay is applied by the schedule, so --sched none leaves it without effect; use cosine"

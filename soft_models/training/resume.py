@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from soft_models.checkpoints import read_checkpoint
+from soft_models.checkpoints.extras import PREPROCESSING, stored_extras, stored_options
 from soft_models.checkpoints.files import EMA_KEYS
 from soft_models.errors import UsageError, some_of
 
@@ -14,14 +15,7 @@ from .engine import Position
 from .learner import Learner
 from .runtime import Runtime
 from .saver import BEST, LAST, CheckpointSaver, recovery_files
-from .weights import (
-    Checkpoint,
-    check_architecture,
-    choose_weights,
-    load_exactly,
-    stored_extras,
-    stored_options,
-)
+from .weights import Checkpoint, check_architecture, choose_weights, load_exactly
 
 _logger = logging.getLogger(__name__)
 
@@ -79,10 +73,15 @@ def check_resume(checkpoint: Checkpoint, cfg: TrainConfig, classes: tuple[str, .
         raise UsageError(f"{path} was trained on other classes; not in both: {some_of(differing) or 'another order'}")
 
 
+# Options that are taken from the checkpoint where they are not given.
+INHERITED = ("img_size", "input_size", "in_chans", "gp", "model_kwargs", *PREPROCESSING)
+
+
 def log_changes(checkpoint: Checkpoint, cfg: TrainConfig) -> None:
     """Say which options a run goes on with that it did not begin with."""
     before, now = stored_options(checkpoint), plain_dict(cfg)
-    changed = [f"{key} {before[key]} to {now[key]}" for key in before if key in now and before[key] != now[key]]
+    differing = [key for key in before if key in now and before[key] != now[key]]
+    changed = [f"{key} {before[key]} to {now[key]}" for key in differing if now[key] or key not in INHERITED]
     if changed := [text for text in changed if text.split()[0] not in FREE]:
         _logger.warning("options that change on resume: %s", some_of(changed, 8))
 

@@ -12,21 +12,30 @@ from timm.utils import distribute_bn
 from torch import nn
 from torch.utils.data import DataLoader
 
+from soft_models.checkpoints.extras import EXTRAS_KEY, FORMAT
+
 from .augment import BatchTransform, build_train_transform
 from .config import plain_dict, plain_values
 from .data import ImageReport, ImageSamples, build_loader, eval_transform, image_mode, train_transform
 from .engine import EvalResult, Position, TrainSetup, evaluate, train_one_epoch
 from .learner import Learner, build_learner, wrap
-from .models import model_arguments
 from .plan import Plan
 from .resume import restore, restore_saver
 from .runtime import StopRequest
 from .sampling import EvalBatches, TrainBatches
 from .saver import CheckpointSaver
 from .scalars import ScalarLog
-from .weights import FORMAT, OURS
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model to train: with the arguments that build it again, and the preprocessing of its images."""
+
+    model: nn.Module
+    arguments: dict[str, Any]
+    data_config: dict[str, Any]
 
 
 @dataclass
@@ -48,9 +57,9 @@ class Run:
     scalars: ScalarLog | None = None
 
 
-def build_run(plan: Plan, model: nn.Module, data_config: dict[str, Any], folder: Path, stop: StopRequest) -> Run:
+def build_run(plan: Plan, prepared: Prepared, folder: Path, stop: StopRequest) -> Run:
     """Loaders, learner and saver, at the position to start from."""
-    cfg, runtime = plan.cfg, plan.runtime
+    cfg, runtime, model, data_config = plan.cfg, plan.runtime, prepared.model, prepared.data_config
     device, mode = runtime.device, image_mode(data_config["input_size"][0], cfg.input_img_mode)
     samples = ImageSamples(plan.train.source, train_transform(cfg, data_config), mode)
     batches = TrainBatches(
@@ -83,7 +92,7 @@ def build_run(plan: Plan, model: nn.Module, data_config: dict[str, Any], folder:
         "classes": list(plan.train.classes) if plan.train.classes else None,
         "data_config": plain_values(data_config),
         "input_img_mode": mode,
-        "model_args": model_arguments(cfg),
+        "model_args": prepared.arguments,
         "ranked": "state_dict_ema" if cfg.model_ema else "state_dict",
         "metrics": {},
         "versions": {"torch": str(torch.__version__), "timm": str(timm.__version__)},
@@ -167,7 +176,7 @@ def checkpoint_state(run: Run) -> dict[str, Any]:
         "args": plain_dict(cfg),
         "version": 2,
         **run.learner.state_dict(),
-        OURS: {
+        EXTRAS_KEY: {
             **run.extras,
             "position": {**where, "nonfinite": position.nonfinite},
             "scheduler": run.learner.scheduler_state(),

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from timm.models import safe_model_name
-from torch import nn
 
+from soft_models.checkpoints.extras import stored_extras
 from soft_models.commands.cli import parse_config
 from soft_models.commands.files import RunLock, make_folder, write_atomic
 from soft_models.commands.script import run_script
 
 from .config import TrainConfig, to_yaml
 from .learner import ema_note
-from .models import build_train_model, check_input, input_config
+from .models import build_train_model, check_input, input_config, starting_arguments
 from .plan import Plan, make_plan
-from .run import Run, build_run, run_epochs
+from .run import Prepared, Run, build_run, run_epochs
 from .runtime import StopRequest, running
 from .sampling import derive_seed, seed_all
 from .saver import BEST
@@ -57,28 +57,33 @@ def train(cfg: TrainConfig) -> int:
         plan = make_plan(cfg, runtime)
         if runtime.is_primary:
             make_folder(Path(cfg.output))
-        model, data_config = prepare_model(plan)
-        folder = run_folder(plan.cfg, data_config)
+        prepared = prepare_model(plan)
+        folder = run_folder(plan.cfg, prepared.data_config)
         if not runtime.is_primary:
-            return train_in_folder(plan, model, data_config, folder, stop)
+            return train_in_folder(plan, prepared, folder, stop)
         make_folder(folder)
         with RunLock(folder):
-            return train_in_folder(plan, model, data_config, folder, stop)
+            return train_in_folder(plan, prepared, folder, stop)
 
 
-def prepare_model(plan: Plan) -> tuple[nn.Module, dict[str, Any]]:
-    """The model with its initial weights, which a checkpoint to resume makes superfluous, and its preprocessing."""
-    cfg = plan.cfg
-    if plan.resume:
+def prepare_model(plan: Plan) -> Prepared:
+    """The model with its initial weights, which a checkpoint to resume makes superfluous, and its preprocessing.
+
+    Where a checkpoint is resumed, its images are the default; where one is fine-tuned, the model's ``pretrained_cfg``
+    has them.
+    """
+    cfg, resumed = plan.cfg, plan.resume[1] if plan.resume else None
+    if resumed is not None:
         cfg = replace(cfg, pretrained=False, pretrained_path="", initial_checkpoint="")
+    arguments = starting_arguments(cfg, resumed)
     seed_all(derive_seed(cfg.seed, "model"))
-    model = build_train_model(cfg)
-    data_config = input_config(cfg, model)
+    model = build_train_model(cfg, arguments)
+    data_config = input_config(cfg, model, stored_extras(resumed or {}).get("data_config"))
     check_input(model, data_config["input_size"])
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     _logger.info("%s: %.2fM parameters, on %s", cfg.model, millions, plan.runtime.device)
     _logger.info("images: %s", ", ".join(f"{name} {value}" for name, value in data_config.items()))
-    return model, data_config
+    return Prepared(model, arguments, data_config)
 
 
 def run_folder(cfg: TrainConfig, data_config: Mapping[str, Any]) -> Path:
@@ -87,9 +92,9 @@ def run_folder(cfg: TrainConfig, data_config: Mapping[str, Any]) -> Path:
     return Path(cfg.output) / (cfg.experiment or dated)
 
 
-def train_in_folder(plan: Plan, model: nn.Module, data_config: dict[str, Any], folder: Path, stop: StopRequest) -> int:
+def train_in_folder(plan: Plan, prepared: Prepared, folder: Path, stop: StopRequest) -> int:
     """Put the parts together and train; see ``train``."""
-    run = build_run(plan, model, data_config, folder, stop)
+    run = build_run(plan, prepared, folder, stop)
     cfg, learner, position = plan.cfg, run.learner, run.position
     if position.epoch >= learner.num_epochs:
         _logger.info("the run is finished: %d of %d epochs are done", position.epoch, learner.num_epochs)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from soft_models.checkpoints import read_checkpoint
+from soft_models.checkpoints.extras import constructor_arguments, stored_extras, stored_options
 from soft_models.errors import UsageError
 
 from .config import TrainedConfig, check_counts
@@ -22,7 +23,7 @@ from .models import (
     spatial_size,
 )
 from .runtime import Runtime, compile_model
-from .weights import check_architecture, choose_weights, load_exactly, stored_extras, stored_options
+from .weights import check_architecture, choose_weights, load_exactly
 
 _logger = logging.getLogger(__name__)
 TrainedT = TypeVar("TrainedT", bound=TrainedConfig)
@@ -38,6 +39,17 @@ class Stored:
     classes: list[str] | None = None
     data_config: Mapping[str, Any] | None = None
     input_img_mode: str | None = None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model by name, and the images and classes that it is for."""
+
+    name: str
+    model: Any
+    classes: list[str] | None
+    data_config: dict[str, Any]
+    image_mode: str
 
 
 def read_stored(cfg: TrainedT) -> tuple[TrainedT, Stored]:
@@ -66,7 +78,7 @@ def read_stored(cfg: TrainedT) -> tuple[TrainedT, Stored]:
     check_model_name(name)
     key, weights = choose_weights(checkpoint, cfg.use_ema, cfg.checkpoint)
     stored = Stored(
-        weights, key, rebuild_arguments(checkpoint, options), extras.get("classes"),
+        weights, key, constructor_arguments(checkpoint, name), extras.get("classes"),
         extras.get("data_config") or {key: options[key] for key in _INPUT_OPTIONS if options.get(key)},
         extras.get("input_img_mode"),
     )  # fmt: skip
@@ -88,7 +100,7 @@ def load_trained(cfg: TrainedConfig, stored: Stored) -> Any:
     own = replace(cfg, img_size=None, input_size=None, in_chans=in_chans)
     arguments = {**(stored.arguments or {}), **model_arguments(own)}
     model = create_model(cfg.model, arguments)
-    load_exactly(model, stored.weights, cfg.checkpoint, advice="--num-classes or --in-chans are not the checkpoint's")
+    load_exactly(model, stored.weights, cfg.checkpoint, advice="are --num-classes and --in-chans the checkpoint's?")
     _logger.info("%s: weights %s of %s", cfg.model, stored.key or "of the file", cfg.checkpoint)
     size, known = spatial_size(cfg), getattr(model, "pretrained_cfg", {})
     if size and known.get("fixed_input_size") and hasattr(model, "set_input_size"):
@@ -96,14 +108,11 @@ def load_trained(cfg: TrainedConfig, stored: Stored) -> Any:
     return model
 
 
-def load_or_random(cfg: TrainedT) -> tuple[TrainedT, Any, dict[str, Any], str]:
+def load_or_random(cfg: TrainedConfig) -> Loaded:
     """The model of a checkpoint, or one with random weights where none is given, for what needs no trained one.
 
-    Returns:
-        The config completed as by :func:`read_stored`, the model, and what :func:`resolve_input` gives.
-
     Raises:
-        UsageError: As in these two.
+        UsageError: As in :func:`read_stored` and :func:`resolve_input`.
     """
     stored = Stored()
     if cfg.checkpoint:
@@ -116,7 +125,7 @@ def load_or_random(cfg: TrainedT) -> tuple[TrainedT, Any, dict[str, Any], str]:
         _logger.warning("%s: random weights, since there is no --checkpoint", cfg.model)
         torch.manual_seed(0)
         model = create_model(cfg.model, model_arguments(cfg))
-    return cfg, model, *resolve_input(cfg, model, stored)
+    return Loaded(cfg.model, model, stored.classes, *resolve_input(cfg, model, stored))
 
 
 def resolve_input(cfg: TrainedConfig, model: nn.Module, stored: Stored) -> tuple[dict[str, Any], str]:
@@ -138,17 +147,3 @@ def prepare(cfg: TrainedConfig, model: nn.Module, runtime: Runtime) -> nn.Module
         model.to(memory_format=torch.channels_last)
     compile_model(cfg, model, runtime.device)
     return model
-
-
-def rebuild_arguments(checkpoint: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Constructor arguments of a checkpoint's model; names of files in them are left out, and never followed."""
-    stored = stored_extras(checkpoint).get("model_args")
-    if stored is None:
-        stored = {
-            "num_classes": options.get("num_classes"),
-            "in_chans": options.get("in_chans"),
-            "global_pool": options.get("gp"),
-            **(options.get("model_kwargs") or {}),
-        }
-    unsafe = ("pretrained", "checkpoint_path", "cache_dir")
-    return {name: value for name, value in stored.items() if value is not None and not name.startswith(unsafe)}

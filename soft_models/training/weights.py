@@ -1,6 +1,5 @@
-"""What training adds to a checkpoint file, and putting the weights of one into a model."""
+"""Choosing the weights in a checkpoint, and putting them into a model."""
 
-from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,9 @@ import torch
 from timm.models import clean_state_dict
 
 from soft_models.checkpoints import LoadsOfficialWeights, check_fit, find_weights
+from soft_models.checkpoints.extras import stored_extras
 from soft_models.checkpoints.files import EMA_KEYS
 from soft_models.errors import CheckpointError, UsageError
-
-OURS = "soft_models"
-FORMAT = 1
 
 Checkpoint = dict[str, Any]
 
@@ -67,23 +64,3 @@ def load_exactly(model: torch.nn.Module, weights: Mapping[str, Any], path: str |
         model.load_state_dict(dict(weights))
     except CheckpointError as error:
         raise UsageError(f"{path}: {error}{advice and '; ' + advice}") from None
-
-
-def stored_options(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The options that a training script of ours or of timm stored."""
-    args = checkpoint.get("args")
-    if isinstance(args, Namespace):
-        return dict(vars(args))
-    return dict(args) if isinstance(args, Mapping) else {}  # others store a command line, or text
-
-
-def stored_extras(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """What our training stored beyond timm's keys; empty for files of others.
-
-    Raises:
-        UsageError: A later version wrote the file.
-    """
-    extras = checkpoint.get(OURS) or {}
-    if extras.get("format", FORMAT) > FORMAT:
-        raise UsageError(f"the checkpoint has format {extras['format']}, this version reads up to {FORMAT}; update")
-    return extras

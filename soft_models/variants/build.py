@@ -1,13 +1,14 @@
 """What every entry point does: check where weights come from, then timm's builder."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from timm.models import build_model_with_cfg, get_pretrained_cfg
 from torch import nn
 
 from soft_models.checkpoints import checkpoint_filter_fn, find_weights, read_checkpoint
+from soft_models.checkpoints.extras import constructor_arguments, pretrained_settings
 
 __all__ = ["build_variant"]
 
@@ -29,7 +30,7 @@ def build_variant(
     out_indices: int | tuple[int, ...] = (0, 1, 2, 3),
     pretrained_cfg: Any = None,
     pretrained_cfg_overlay: Mapping[str, Any] | None = None,
-    filter_fn: Any = checkpoint_filter_fn,
+    filter_for: Callable[[Mapping[str, Any]], Any] = lambda overlay: checkpoint_filter_fn,
     **kwargs: Any,
 ) -> ModelT:
     """Model ``variant``, with the weights of a file if one is named.
@@ -41,24 +42,32 @@ def build_variant(
         model_args: The variant's own constructor arguments; ``kwargs`` win.
         out_indices: Default of ``features_only``.
         pretrained_cfg: As for timm's entry points.
-        pretrained_cfg_overlay: As for timm's entry points. A file is read here, safely and whatever its wrapping.
-        filter_fn: From the file's weights to the model's.
+        pretrained_cfg_overlay: As for timm's entry points. A file is read here, safely and whatever its wrapping. What
+            it says about its model is the default where nothing is given: constructor arguments, preprocessing and
+            class names as training scripts store them, and the size of its position tables.
+        filter_for: From the overlay to the function from the file's weights to the model's.
         **kwargs: Further arguments of timm's builder and of the model.
 
     Raises:
         ValueError: ``pretrained`` without weights, or weights without ``pretrained``.
         CheckpointError: The file cannot be read, or does not fit.
     """
-    overlay = dict(pretrained_cfg_overlay or {})
-    named = [source for source in SOURCES if overlay.get(source)]
+    given = dict(pretrained_cfg_overlay or {})
+    named = [source for source in SOURCES if given.get(source)]
     if named and not pretrained:
         raise ValueError(f"pretrained_cfg_overlay has {named[0]}=, which pretrained=False ignores; set pretrained=True")
     known = get_pretrained_cfg(variant, allow_unregistered=True)
     if pretrained and not named and not pretrained_cfg and not (known and known.has_weights):
         raise ValueError(NO_WEIGHTS.format(variant=variant))
-    file = overlay.pop("file", None) if pretrained else None
-    if file:
-        _, overlay["state_dict"] = find_weights(read_checkpoint(file))
+    overlay, stored = dict(given), {}
+    if given.get("file"):
+        content = read_checkpoint(given["file"])
+        _, weights = find_weights(content)
+        overlay = {**pretrained_settings(content), **given}
+        stored = constructor_arguments(content, variant)
+    filter_fn = filter_for(overlay)
+    if overlay.pop("file", None):
+        overlay["state_dict"] = weights
     model = build_model_with_cfg(
         model_cls,
         variant,
@@ -67,15 +76,18 @@ def build_variant(
         pretrained_cfg_overlay=overlay or None,
         pretrained_filter_fn=filter_fn,
         feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
-        **{**model_args, **kwargs},
+        **{**model_args, **stored, **kwargs},
     )
-    if file:  # the file's name in the place of its tensors
+    if given.get("file"):  # the file's name in the place of its tensors
         for cfg in (model.pretrained_cfg, getattr(getattr(model, "model", None), "pretrained_cfg", {})):
             if cfg.pop("state_dict", None) is not None:
-                cfg["file"] = str(file)
+                cfg["file"] = str(given["file"])
     classes, wanted = model.pretrained_cfg.get("num_classes"), getattr(model, "num_classes", 0)
-    if pretrained and not kwargs.get("features_only") and wanted and classes != wanted:
-        _logger.warning(
-            "the weights have %s classes and the model %d: its head is new", max(classes, 0) or "no", wanted
-        )
+    if pretrained and (kwargs.get("features_only") or classes != wanted):
+        if "label_names" not in given:
+            model.pretrained_cfg.pop("label_names", None)
+        if not kwargs.get("features_only") and wanted:
+            _logger.warning(
+                "the weights have %s classes and the model %d: its head is new", max(classes, 0) or "no", wanted
+            )
     return model

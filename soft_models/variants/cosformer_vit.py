@@ -45,13 +45,12 @@ default_cfgs = generate_default_cfgs({name: _cfg() for name in VARIANTS})
 
 
 def _create_cosformer_vit(variant: str, pretrained: bool = False, **kwargs: Any) -> MapVisionTransformer:
-    overlay = kwargs.get("pretrained_cfg_overlay") or {}
     return build_variant(
         MapVisionTransformer,
         variant,
         pretrained,
         VARIANTS[variant],
-        filter_fn=partial(vit_filter_fn, source=source_name(overlay), chosen=frozenset(overlay)),
+        filter_for=lambda overlay: partial(vit_filter_fn, source=source_name(overlay), chosen=frozenset(overlay)),
         **({"out_indices": 3} | kwargs),
     )
 
