@@ -28,8 +28,11 @@ __all__ = [
     "PostNormBlock",
     "TanhGELU",
     "add_pos_embed",
+    "convolve",
     "init_module_weights",
+    "is_unobserved",
     "prepare_images",
+    "takes_convolutions",
 ]
 
 
@@ -167,13 +170,13 @@ HAS_FAST_CONVOLUTIONS = torch.backends.mkldnn.is_available() and platform.machin
 MANY_TOKENS = 512  # from where a convolution's overhead does not count
 
 
-def takes_convolutions(mlp: Mlp, x: Tensor, feat_size: tuple[int, int]) -> bool:
-    """Whether the linear layers of ``mlp`` are faster as 1 x 1 convolutions over the map, and nothing looks at them."""
+def takes_convolutions(mlp: Any, x: Tensor, feat_size: tuple[int, int]) -> bool:
+    """Whether the layers of ``mlp`` are faster as 1 x 1 convolutions over the map, and nothing looks at them."""
     if not HAS_FAST_CONVOLUTIONS or not isinstance(x, Tensor) or x.device.type != "cpu" or x.dtype != torch.float32:
         return False
     if is_exporting() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu"):
         return False
-    if type(mlp) is not Mlp or type(mlp.fc1) is not nn.Linear or type(mlp.fc2) is not nn.Linear:
+    if type(mlp.fc1) is not nn.Linear or type(mlp.fc2) is not nn.Linear:
         return False  # adapters and the like
     if _has_any_global_hook() or is_watched(mlp) or is_watched(mlp.fc1) or is_watched(mlp.fc2):
         return False
@@ -266,7 +269,7 @@ class Block(nn.Module):
     def mlp_branch(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """The MLP's branch."""
         if not torch.jit.is_scripting():
-            if takes_convolutions(self.mlp, x, feat_size):
+            if type(self.mlp) is Mlp and takes_convolutions(self.mlp, x, feat_size):
                 return mlp_by_convolutions(self.mlp, x, feat_size)
         return self.mlp(x)
 

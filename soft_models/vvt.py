@@ -12,7 +12,7 @@ from soft_models.attention import create_attention
 from soft_models.attention.tokens import tokens_to_map
 from soft_models.backbone import PyramidBackbone, check_lengths, resolve_act, resolve_norm
 from soft_models.checkpoints import checkpoint_filter_fn
-from soft_models.layers import Block, init_module_weights, is_unobserved
+from soft_models.layers import Block, convolve, init_module_weights, is_unobserved, takes_convolutions
 
 __all__ = ["VicinityVisionTransformer", "checkpoint_filter_fn"]  # timm's tests look for the filter here
 
@@ -67,11 +67,19 @@ class ConvMlp(nn.Module):
         self.drop = nn.Dropout(drop)
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        x = self.dwconv(tokens_to_map(self.fc1(x), feat_size)).flatten(2).transpose(1, 2)
+        if not torch.jit.is_scripting():
+            if takes_convolutions(self, x, feat_size):
+                hidden = self.mix(convolve(self.fc1, x, feat_size), feat_size)
+                return self.drop(convolve(self.fc2, hidden, feat_size))
+        return self.drop(self.fc2(self.mix(self.fc1(x), feat_size)))
+
+    def mix(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """Depthwise convolution and activation of the hidden units."""
+        x = self.dwconv(tokens_to_map(x, feat_size)).flatten(2).transpose(1, 2)
         if not torch.jit.is_scripting():
             if self.acts_in_place(x):
-                return self.fc2(torch.ops.aten.gelu_(x))
-        return self.drop(self.fc2(self.drop(self.act(x))))
+                return torch.ops.aten.gelu_(x)
+        return self.drop(self.act(x))
 
     @torch.jit.ignore
     def acts_in_place(self, x: Tensor) -> bool:

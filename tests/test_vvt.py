@@ -16,7 +16,9 @@ from official import (
 )
 from torch import Tensor, nn
 
+from soft_models import layers, vvt
 from soft_models.checkpoints import CheckpointError, checkpoint_filter_fn
+from soft_models.layers import convolve
 from soft_models.variants.vvt import VARIANTS, default_cfgs
 from soft_models.vvt import ConvMlp, VicinityVisionTransformer
 
@@ -111,6 +113,19 @@ def test_inference_in_place_equals_training_arithmetic() -> None:
     with torch.no_grad():
         fast = mlp(x, (3, 4))
     assert torch.equal(fast, mlp(x, (3, 4)))
+
+
+def test_linear_layers_by_convolutions_are_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "MANY_TOKENS", 12)
+    mlp, x = ConvMlp(4, 8), torch.randn(2, 6, 4, requires_grad=True)
+    results, calls = [], []
+    monkeypatch.setattr(vvt, "convolve", lambda *args: calls.append(args) or convolve(*args))
+    for _ in range(2):
+        out = mlp(x, (2, 3))
+        results.append([out, *torch.autograd.grad(out.square().sum(), [x, *mlp.parameters()])])
+        mlp.fc2.register_forward_hook(lambda module, inputs, output: None)
+    assert len(calls) == 2 * layers.HAS_FAST_CONVOLUTIONS
+    torch.testing.assert_close(*results)
 
 
 def test_what_looks_inside_the_mlp_sees_it_as_it_stands() -> None:
