@@ -163,7 +163,12 @@ def test_fine_tuned_model_keeps_architecture_and_images_of_its_file(
         assert (extras["data_config"]["input_size"], extras["data_config"]["mean"]) == ([3, 32, 32], [0.3, 0.3, 0.3])
         assert (extras["model_args"]["landmark_grid"], extras["model_args"]["in_chans"]) == (3, 3)
         assert found["state_dict"]["stages.0.pos_embed"].shape == (1, 12, 12, 16)
-    result = validate("--checkpoint", str(tmp_path / "fine" / "last.pth.tar"))
+    fine = str(tmp_path / "fine" / "last.pth.tar")
+    again = [str(data), *options, "--output", str(tmp_path), "--experiment", "again", "--initial-checkpoint", fine]
+    assert train_main([*again, "--epochs", "1"]) == 0
+    for name in ("model_args", "data_config"):
+        assert load(tmp_path / "again" / "last.pth.tar")["soft_models"][name] == extras[name]
+    result = validate("--checkpoint", fine)
     assert result["loss"] == pytest.approx(float(rows(tmp_path / "fine")[1]["eval_loss"]), abs=1e-5)
 
 

@@ -110,7 +110,7 @@ class TrainConfig(DataConfig):
     # Weights to start from.
     pretrained: bool = False  # start from the model's published weights
     pretrained_path: str = ""  # file to fine-tune, which adapts the head; its images and architecture are the defaults
-    initial_checkpoint: str = ""  # weights to start from, of exactly this model
+    initial_checkpoint: str = ""  # file to start from, of exactly this model; its images are the default
     resume: str = ""  # checkpoint to continue, or auto: the newest of this experiment
     no_resume_opt: bool = False  # continue the weights but not the optimizer
     start_epoch: int | None = None  # first epoch; by default 0 or the resumed one

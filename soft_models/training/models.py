@@ -76,19 +76,22 @@ def create_model(name: str, arguments: Mapping[str, Any], **more: Any) -> Any:
         raise UsageError(f"cannot create {name}: {' '.join(str(error).split())}") from error
 
 
-def starting_arguments(cfg: TrainConfig, resumed: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Constructor arguments: those given, then those of the checkpoint that training resumes or starts from.
+def starting_arguments(cfg: TrainConfig, source: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Constructor arguments: those given, then those of the checkpoint that training goes on or starts from.
 
     Args:
-        cfg: Options; of a file to fine-tune, which may be of other images, the channels are not taken.
-        resumed: Content of the checkpoint to resume.
+        cfg: Options; of a file to fine-tune, whose images may be others, the channels are not taken.
+        source: Content of a checkpoint of exactly this model.
     """
     given, inherited = model_arguments(cfg), {}
-    if resumed is not None:
-        inherited = constructor_arguments(resumed, cfg.model)
+    if source is not None:
+        inherited = constructor_arguments(source, cfg.model)
     elif cfg.pretrained_path:
         checkpoint, known = read_checkpoint(cfg.pretrained_path), get_pretrained_cfg(cfg.model, allow_unregistered=True)
         inherited = constructor_arguments(checkpoint, cfg.model) | {"in_chans": known.input_size[0] if known else 3}
+    taken = [f"{name} {value}" for name, value in inherited.items() if name not in given]
+    if taken:
+        _logger.info("as in the checkpoint, since not given: %s", ", ".join(taken))
     return {**inherited, **given}
 
 

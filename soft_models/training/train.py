@@ -19,6 +19,7 @@ from typing import Any
 
 from timm.models import safe_model_name
 
+from soft_models.checkpoints import read_checkpoint
 from soft_models.checkpoints.extras import stored_extras
 from soft_models.commands.cli import parse_config
 from soft_models.commands.files import RunLock, make_folder, write_atomic
@@ -69,16 +70,17 @@ def train(cfg: TrainConfig) -> int:
 def prepare_model(plan: Plan) -> Prepared:
     """The model with its initial weights, which a checkpoint to resume makes superfluous, and its preprocessing.
 
-    Where a checkpoint is resumed, its images are the default; where one is fine-tuned, the model's ``pretrained_cfg``
-    has them.
+    A checkpoint's own images are the default, of one to fine-tune by way of the model's ``pretrained_cfg``.
     """
-    cfg, resumed = plan.cfg, plan.resume[1] if plan.resume else None
-    if resumed is not None:
-        cfg = replace(cfg, pretrained=False, pretrained_path="", initial_checkpoint="")
-    arguments = starting_arguments(cfg, resumed)
+    cfg, source = plan.cfg, None
+    if plan.resume:
+        cfg, source = replace(cfg, pretrained=False, pretrained_path="", initial_checkpoint=""), plan.resume[1]
+    elif cfg.initial_checkpoint:
+        source = read_checkpoint(cfg.initial_checkpoint)
+    arguments = starting_arguments(cfg, source)
     seed_all(derive_seed(cfg.seed, "model"))
     model = build_train_model(cfg, arguments)
-    data_config = input_config(cfg, model, stored_extras(resumed or {}).get("data_config"))
+    data_config = input_config(cfg, model, stored_extras(source or {}).get("data_config"))
     check_input(model, data_config["input_size"])
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     _logger.info("%s: %.2fM parameters, on %s", cfg.model, millions, plan.runtime.device)
