@@ -35,6 +35,7 @@ from soft_models.training.trained import load_or_random
 __all__ = ["AttentionMap", "attention_layers", "attention_maps", "draw_map", "draw_sheet"]
 
 GAP = 8  # pixels between panels
+EVEN = 1.5  # largest weight over the mean, below which a panel of one colour shows next to nothing
 DEFAULT_STAGES = 4  # shown of a model with more
 # Share of the largest weight, colour, opacity over the photograph.
 COLOURS = np.array(
@@ -337,6 +338,8 @@ def model_rows(
             panels = [seen]
             for found, weights in zip(maps, (heads[j] for heads in chosen), strict=True):
                 title = f"{unit} {found.stage + 1}: {weights.shape[1]} x {weights.shape[0]}"
+                if weights.abs().amax() < EVEN * weights.abs().mean():
+                    title += ", nearly even"
                 panels.append((title, draw_map(resized, weights, found.stride, point, cfg.panel)))
             what = f"head {head}" if head else "mean of the heads"
             where = f"query at {points[i][0]:g},{points[i][1]:g} of {photo.width} x {photo.height}"

@@ -27,7 +27,7 @@ def test_broken_images_do_not_stop_a_run(
     error = capsys.readouterr().err
     for split in ("train", "val"):
         assert error.count(f"skipped unreadable image {data / split / 'b' / '1.png'}") == 1
-        assert f"1 unreadable images of {data / split} were skipped" in error
+        assert f"unreadable images of {data / split}, skipped: 1: " in error
     result = validate("--data-dir", str(data), "--checkpoint", str(tmp_path / "run" / "last.pth.tar"))
     assert (result["samples"], result["skipped"]) == (8, 1)
     assert result["loss"] == pytest.approx(float(rows(tmp_path / "run")[1]["eval_loss"]), abs=1e-5)
@@ -41,7 +41,7 @@ def test_odd_images_are_trained_on_or_named(tmp_path: Path, capsys: pytest.Captu
     assert train_main(argv) == 0
     error = capsys.readouterr().err
     for split in ("train", "val"):
-        assert f"{len(BROKEN)} unreadable images of {data / split} were skipped" in error
+        assert f"unreadable images of {data / split}, skipped: {len(BROKEN)}: " in error
         for name in BROKEN:
             assert error.count(f"skipped unreadable image {data / split / 'a' / name} (") == 1
         assert f"1 images of {data / split} are shown by viewers in another orientation" in error

@@ -173,3 +173,24 @@ def test_converter_runs_as_a_module() -> None:
     command = [sys.executable, "-W", "error", "-m", "soft_models.checkpoints", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "--use-ema" in result.stdout
+
+
+def test_damage_inside_a_file_is_noticed(tmp_path: Path) -> None:
+    weights = {"first": torch.randn(1000), "second": torch.randn(1000)}
+    path = write(weights, tmp_path / "weights.pth")
+    content = path.read_bytes()
+    place = content.index(weights["second"].numpy().tobytes()) + 400
+    path.write_bytes(content[:place] + bytes(400) + content[place + 400 :])
+    assert torch.equal(torch.load(path)["first"], weights["first"]), "torch does not notice"
+    with pytest.raises(CheckpointError, match=r"weights\.pth is damaged \(weights/data/1\); copy or download it again"):
+        read_checkpoint(path)
+
+
+def test_files_without_checksums_are_read(tmp_path: Path) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = write({"first": torch.randn(1000), "second": torch.randn(1000)}, tmp_path / "weights.pth")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert list(read_checkpoint(path)) == ["first", "second"]

@@ -253,7 +253,7 @@ def test_broken_images_are_left_out_by_name(folder: Path, caplog: pytest.LogCapt
     ]
     assert seen == len(source) - 4 == 21
     report.log(Runtime(CPU))
-    assert "4 unreadable images of train were skipped" in caplog.text
+    assert "unreadable images of train, skipped: 4: " in caplog.text
 
 
 def test_odd_but_whole_images_are_read(tmp_path: Path) -> None:

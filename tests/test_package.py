@@ -257,8 +257,8 @@ def test_wheel_works_in_an_environment_of_its_own(
 
 
 def repository_files() -> list[Path]:
-    """Text files that are, or would be, under version control."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    """Text files under version control."""
+    command = ["git", "ls-files", "-z"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if result.returncode:
         pytest.skip("not a checkout")

@@ -90,7 +90,7 @@ def test_odd_images_are_predicted_or_named(predict: Callable[..., Any], data: Pa
     for name in BROKEN:
         assert f"skipped unreadable image {tmp_path / 'odd' / name} (" in printed.err
         assert f"{tmp_path / 'odd' / name}: unreadable" in printed.out
-    assert "5 unreadable images of those asked for were skipped" in printed.err
+    assert "unreadable images of those asked for, skipped: 5: " in printed.err
     assert "1 images of those asked for are shown by viewers in another orientation" in printed.err
     assert "turned.jpg" in printed.err
 

@@ -213,6 +213,7 @@ class TrainedConfig(ModelConfig):
     """Options of what is done with a trained model; what is not given comes from the checkpoint."""
 
     model: str = ""  # any timm or soft_models name; by default the checkpoint's
+    num_classes: int | None = None  # classes of the head; by default the checkpoint's
     checkpoint: str = ""  # file of the weights; without one the model's published ones
     pretrained: bool = False  # use the published weights, also the default without a checkpoint
     use_ema: bool | None = None  # averaged weights or not; by default those that the stored metric came from

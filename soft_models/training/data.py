@@ -108,7 +108,7 @@ class ImageReport:
         broken = sorted({name for names in runtime.gather_objects(list(self.broken)) for name in names})
         turned = sorted({name for names in runtime.gather_objects(list(self.turned)) for name in names})
         if broken:
-            _logger.warning("%d unreadable images of %s were skipped: %s", len(broken), self.title, some_of(broken))
+            _logger.warning("unreadable images of %s, skipped: %d: %s", self.title, len(broken), some_of(broken))
         if turned:
             _logger.warning(
                 "%d images of %s are shown by viewers in another orientation than the model sees, as their EXIF data "

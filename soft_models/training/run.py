@@ -152,7 +152,7 @@ def stop_run(run: Run) -> int:
     """Save the position and return the exit code of the signal."""
     path = save_recovery(run)
     _logger.warning(
-        "stopped in epoch %d; --experiment %s --resume auto goes on from %s",
+        "stopped in epoch %d; the same command with --experiment %s --resume auto goes on from %s",
         run.position.epoch, run.folder.name, path,
     )  # fmt: skip
     return 128 + (run.stop.number or int(signal.SIGTERM))

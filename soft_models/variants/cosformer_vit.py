@@ -34,7 +34,6 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
         "std": IMAGENET_DEFAULT_STD,
         "first_conv": "patch_embed.proj",
         "classifier": "head",
-        "license": "apache-2.0",
         "paper_ids": "arXiv:2202.08791",
         "origin_url": "https://github.com/OpenNLPLab/cosFormer",
         **kwargs,

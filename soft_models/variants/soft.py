@@ -33,7 +33,6 @@ def soft_cfg(**kwargs: Any) -> dict[str, Any]:
         "interpolation": "bicubic",
         "first_conv": "patch_embed.0.0",
         "classifier": "head",
-        "license": "apache-2.0",
         "paper_ids": "arXiv:2110.11945",
         "origin_url": "https://github.com/fudan-zvg/SOFT",
         **kwargs,

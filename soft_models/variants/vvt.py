@@ -26,7 +26,6 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
         "interpolation": "bicubic",
         "first_conv": "patch_embed.proj",
         "classifier": "head",
-        "license": "apache-2.0",
         "paper_ids": "arXiv:2206.10552",
         "origin_url": "https://github.com/OpenNLPLab/Vicinity-Vision-Transformer",
         **kwargs,
