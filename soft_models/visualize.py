@@ -35,6 +35,7 @@ from soft_models.training.trained import load_or_random
 __all__ = ["AttentionMap", "attention_layers", "attention_maps", "draw_map", "draw_sheet"]
 
 GAP = 8  # pixels between panels
+COARSE = 4  # cells along a side, below which a map shows little
 EVEN = 1.5  # largest weight over the mean, below which a panel of one colour shows next to nothing
 DEFAULT_STAGES = 4  # shown of a model with more
 # Share of the largest weight, colour, opacity over the photograph.
@@ -330,6 +331,9 @@ def model_rows(
         stages = [(i + 1) * count // min(count, DEFAULT_STAGES) - 1 for i in range(min(count, DEFAULT_STAGES))]
     maps = attention_maps(model, image[None], inside, stages, cfg.block if cfg.block < 0 else cfg.block - 1)
     unit = "stage" if hasattr(model, "stages") else "block"
+    H, W = maps[-1].weights.shape[-2:]
+    if min(H, W) < COARSE:
+        _logger.info("%s %d has a map of %d x %d: a larger --size draws finer ones", unit, maps[-1].stage + 1, H, W)
     rows = []
     for i, point in enumerate(inside):
         seen = (f"{resized.width} x {resized.height} pixels", with_cross(fit_panel(resized, cfg.panel), resized, point))

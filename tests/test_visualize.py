@@ -16,7 +16,7 @@ from soft_models import visualize
 from soft_models.errors import UsageError
 from soft_models.training.config import TrainedConfig
 from soft_models.training.trained import load_or_random
-from soft_models.visualize import attention_layers, attention_maps, main
+from soft_models.visualize import AttentionMap, attention_layers, attention_maps, main
 
 SIZE = (70, 54)  # width and height in pixels: different, and no multiples of a stride
 POINT = (50.0, 30.0)
@@ -115,6 +115,25 @@ def test_command_draws_models_points_and_heads(photo: Path, tmp_path: Path, capf
         width, height = sheet.size
     panel = round(PANEL * 48 / 62)
     assert width >= 2 * PANEL and height > 8 * panel, "two models, two points, two heads"
+
+
+def test_panels_without_contrast_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    even, peaked = torch.rand(1, 1, 4, 4) * 0.1 + 1, torch.zeros(1, 1, 4, 4)
+    peaked[..., 1, 2] = -1
+    cells, prefix = torch.zeros(1, 2), torch.zeros(1, 1, 0)
+    maps = [AttentionMap(i, 16, cells, weights, prefix) for i, weights in enumerate((even, peaked))]
+    monkeypatch.setattr(visualize, "attention_maps", lambda *_: maps)
+    cfg, photo = visualize.VisualizeConfig(size=64), Image.new("RGB", (64, 64))
+    ((_, panels),) = visualize.model_rows(cfg, "soft_tiny", "", photo)
+    assert [title for title, _ in panels][1:] == ["stage 1: 4 x 4, nearly even", "stage 2: 4 x 4"]
+
+
+def test_coarse_maps_are_told_about_the_size(photo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    argv = [str(photo), "--model", "soft_tiny", "--output", str(tmp_path / "a.png")]
+    assert main([*argv, "--size", "64"]) == 0
+    assert "stage 4 has a map of 2 x 3: a larger --size draws finer ones" in capfd.readouterr().err
+    assert main([*argv, "--size", "128"]) == 0
+    assert "a larger --size" not in capfd.readouterr().err
 
 
 def test_checkpoint_of_a_training_run_names_its_model(photo: Path, tmp_path: Path) -> None:
