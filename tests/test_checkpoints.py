@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from soft_models.checkpoints import CheckpointError, convert_state_dict, find_weights, matching_names, read_checkpoint
+from soft_models.checkpoints.extras import constructor_arguments
 from soft_models.training.train import main as train_main
 from soft_models.training.validate import main as validate_main
 
@@ -243,6 +244,18 @@ def test_a_trained_file_brings_preprocessing_and_with_its_head_the_classes(tmp_p
     path = write({"state_dict": source.state_dict(), "soft_models": extras}, tmp_path / "later.pth.tar")
     with pytest.raises(CheckpointError, match="has format 2, this version reads up to 1; update"):
         door_overlay(path)
+
+
+@pytest.mark.parametrize("named", [{"arch": "soft_conv_base"}, {"args": {"model": "soft_conv_base"}}])
+def test_arguments_of_another_model_are_not_taken_over(named: dict[str, Any]) -> None:
+    args = {"num_classes": 7, "model_kwargs": {"landmark_grid": 5}}
+    content = {"state_dict": official(), **named, "args": {**named.get("args", {}), **args}}
+    assert constructor_arguments(content, "soft_conv_base") == {
+        "img_size": (224, 224),
+        "num_classes": 7,
+        "landmark_grid": 5,
+    }
+    assert constructor_arguments(content, "soft_conv_tiny") == {"img_size": (224, 224)}, "but that of the tables"
 
 
 def without(name: str) -> dict[str, Tensor]:

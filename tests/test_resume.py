@@ -148,7 +148,11 @@ def test_checkpoint_of_a_later_version_is_refused(
 
 
 def test_fine_tuned_model_keeps_architecture_and_images_of_its_file(
-    train: Callable[..., int], validate: Callable[..., dict[str, Any]], data: Path, tmp_path: Path
+    train: Callable[..., int],
+    validate: Callable[..., dict[str, Any]],
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     kwargs = ["embed_dims=(16,16,32,32)", "num_heads=(1,2,2,2)", "depths=(1,1,1,1)", "landmark_grid=3", "img_size=48"]
     model = ["--model", "soft_tiny", "--model-kwargs", *kwargs, "--in-chans", "1", "--mean", "0.3"]
@@ -157,7 +161,10 @@ def test_fine_tuned_model_keeps_architecture_and_images_of_its_file(
     source = str(tmp_path / "gray" / "last.pth.tar")
     argv = [str(data), *options, "--output", str(tmp_path), "--experiment", "fine", "--pretrained-path", source]
     for epochs in ("1", "2"):  # the second resumes the first
+        capsys.readouterr()
         assert train_main([*argv, "--epochs", epochs, "--resume", "auto"]) == 0
+        (taken,) = (line for line in capsys.readouterr().err.splitlines() if "as in the checkpoint" in line)
+        assert "landmark_grid 3" in taken and ("in_chans" in taken) == (epochs == "2"), "channels are adapted at first"
         found = load(tmp_path / "fine" / "last.pth.tar")
         extras = found["soft_models"]
         assert (extras["data_config"]["input_size"], extras["data_config"]["mean"]) == ([3, 32, 32], [0.3, 0.3, 0.3])

@@ -51,11 +51,12 @@ def constructor_arguments(checkpoint: Mapping[str, Any], name: str) -> dict[str,
         table = native_weights(find_weights(checkpoint)[1]).get("stages.0.pos_embed")
         if table is not None and table.ndim == 4:
             arguments["img_size"] = tuple(STRIDE * side for side in table.shape[1:3])
-    if str(checkpoint.get("arch", name)).split(".")[0] != name.split(".")[0]:
+    options = stored_options(checkpoint)
+    own = checkpoint.get("arch") or options.get("model") or name
+    if str(own).split(".")[0] != name.split(".")[0]:
         return arguments
     stored = stored_extras(checkpoint).get("model_args")
     if stored is None:
-        options = stored_options(checkpoint)
         stored = {
             "num_classes": options.get("num_classes"),
             "in_chans": options.get("in_chans"),

@@ -83,12 +83,11 @@ def starting_arguments(cfg: TrainConfig, source: Mapping[str, Any] | None) -> di
         cfg: Options; of a file to fine-tune, whose images may be others, the channels are not taken.
         source: Content of a checkpoint of exactly this model.
     """
-    given, inherited = model_arguments(cfg), {}
-    if source is not None:
-        inherited = constructor_arguments(source, cfg.model)
-    elif cfg.pretrained_path:
-        checkpoint, known = read_checkpoint(cfg.pretrained_path), get_pretrained_cfg(cfg.model, allow_unregistered=True)
-        inherited = constructor_arguments(checkpoint, cfg.model) | {"in_chans": known.input_size[0] if known else 3}
+    given = model_arguments(cfg)
+    if source is None and cfg.pretrained_path:
+        source, known = read_checkpoint(cfg.pretrained_path), get_pretrained_cfg(cfg.model, allow_unregistered=True)
+        given = {"in_chans": known.input_size[0] if known else 3, **given}
+    inherited = constructor_arguments(source, cfg.model) if source is not None else {}
     taken = [f"{name} {value}" for name, value in inherited.items() if name not in given]
     if taken:
         _logger.info("as in the checkpoint, since not given: %s", ", ".join(taken))
