@@ -44,7 +44,7 @@ class PyramidBackbone(LoadsOfficialWeights):
     POOLS: ClassVar[tuple[str, ...]] = ("avg", "")
     if TYPE_CHECKING:  # TorchScript would read these
         patch_embed: nn.Module
-        stages: Any  # nn.Sequential, of modules with a flag grad_checkpointing
+        stages: Any  # nn.Sequential, of modules that hold ``blocks``
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class PyramidBackbone(LoadsOfficialWeights):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""
         for stage in self.stages:
-            stage.grad_checkpointing = enable
+            stage.blocks.grad_checkpointing = enable
 
     @torch.jit.ignore
     def get_classifier(self) -> nn.Module:

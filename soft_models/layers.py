@@ -14,6 +14,7 @@ from timm.layers import (
     resample_abs_pos_embed_nhwc,
     trunc_normal_,
 )
+from timm.models import checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_conv_bn_weights
@@ -24,11 +25,13 @@ from soft_models.graphs import is_exporting, is_graph
 __all__ = [
     "MIN_SIZE",
     "Block",
+    "Blocks",
     "ConvBNReLU",
     "PostNormBlock",
     "TanhGELU",
     "add_pos_embed",
     "convolve",
+    "in_groups",
     "init_module_weights",
     "is_unobserved",
     "prepare_images",
@@ -87,6 +90,24 @@ def is_watched(module: nn.Module) -> bool:
     """Whether hooks, forward or backward, look inside ``module``, or something wraps its ``forward``."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(hooks) or "forward" in vars(module)
+
+
+GROUP_ELEMENTS = 2**22  # of the widest activations of all images at work, beyond which they leave a CPU's cache
+
+
+def in_groups(module: nn.Module, compute: Callable[..., Tensor], growth: float, x: Tensor, *args: Any) -> Tensor:
+    """``compute(x, *args)``, a method of ``module`` that treats each image by itself: where it shows nowhere, a few
+    images at a time, so that activations stay in the cache and their buffers are used again.
+
+    Args:
+        growth: Elements of the widest activations over those of ``x``.
+    """
+    if is_graph() or not isinstance(x, Tensor):
+        return compute(x, *args)
+    groups = math.ceil(x.shape[0] / max(GROUP_ELEMENTS // (growth * x.shape[1:].numel()), 1))
+    if groups <= 1 or not is_unobserved(module, x):
+        return compute(x, *args)
+    return torch.cat([compute(group, *args) for group in x.chunk(groups)])
 
 
 class ConvBNReLU(nn.Sequential):
@@ -248,6 +269,7 @@ class Block(nn.Module):
         self.norm2 = norm_layer(dim, **dd)
         self.mlp = self.MLP(dim, hidden, act_layer=act_layer, drop=proj_drop, **dd)
         self.drop_path = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
+        self.growth = mlp_ratio
         self.piece = max(HIDDEN_ELEMENTS // hidden, 1)  # tokens
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
@@ -292,6 +314,32 @@ class Block(nn.Module):
         # What was put in the place of a part, as adapters are, may mix tokens.
         by_token = type(self.mlp) is Mlp and all(isinstance(norm, nn.LayerNorm) for norm in (self.norm1, self.norm2))
         return by_token and is_unobserved(self, x) and x.shape[0] * x.shape[1] > self.piece
+
+
+class Blocks(nn.Sequential):
+    """Blocks in a row, called as ``blocks(x, feat_size)``; on a CPU a few images at a time, see :func:`in_groups`.
+
+    Shape:
+        ``(B, N, C)`` in and out.
+    """
+
+    def __init__(self, *blocks: Block) -> None:
+        super().__init__(*blocks)
+        self.grad_checkpointing = False
+        self.growth = max(block.growth for block in blocks)
+
+    def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:  # type: ignore[override]
+        if not torch.jit.is_scripting():
+            return in_groups(self, self.compute, self.growth, x, feat_size)
+        return self.compute(x, feat_size)
+
+    def compute(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        for block in self:
+            if self.grad_checkpointing and not torch.jit.is_scripting():
+                x = checkpoint(block, x, feat_size)
+            else:
+                x = block(x, feat_size)
+        return x
 
 
 class PostNormBlock(Block):

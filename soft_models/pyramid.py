@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import torch
 from timm.layers import calculate_drop_path_rates, resample_abs_pos_embed_nhwc, trunc_normal_
-from timm.models import checkpoint
 from torch import Tensor, nn
 
 from soft_models.attention import ATTENTIONS, attention_options, create_attention
@@ -14,12 +13,41 @@ from soft_models.attention.inverse import NEWTON_STEPS
 from soft_models.attention.tokens import tokens_to_map
 from soft_models.backbone import PyramidBackbone, check_lengths, halve, resolve_act, resolve_norm, to_size
 from soft_models.checkpoints import checkpoint_filter_fn
-from soft_models.layers import Block, ConvBNReLU, PostNormBlock, add_pos_embed
+from soft_models.layers import Block, Blocks, ConvBNReLU, PostNormBlock, add_pos_embed, in_groups
 
 __all__ = ["PyramidTransformer", "checkpoint_filter_fn"]  # timm's tests look for the filter here
 
 STEM_WIDTH = 32  # channels of the stem's first two convolutions, in every size
 PER_STAGE = {"sr_ratios": "sr_ratio", "local_kernels": "local_kernel"}  # the attentions' keyword for one stage's value
+
+
+class Stem(nn.Sequential):
+    """Three 3 x 3 convolutions that reduce the image by 4; on a CPU of a few images at a time, see ``in_groups``.
+
+    Shape:
+        ``(B, in_chans, H, W)`` to ``(B, dim, ceil(H / 4), ceil(W / 4))``.
+    """
+
+    def __init__(
+        self, in_chans: int, dim: int, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        dd: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__(
+            ConvBNReLU(in_chans, STEM_WIDTH, 2, **dd),
+            ConvBNReLU(STEM_WIDTH, STEM_WIDTH, 1, **dd),
+            ConvBNReLU(STEM_WIDTH, dim, 2, **dd),
+        )
+        self.growth = 2 * STEM_WIDTH / (4 * in_chans)  # of what the second reads and writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.jit.is_scripting():
+            return in_groups(self, self.compute, self.growth, x)
+        return self.compute(x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        for module in self:
+            x = module(x)
+        return x
 
 
 class Stage(nn.Module):
@@ -29,7 +57,7 @@ class Stage(nn.Module):
         downsample: From the previous stage's map to this stage's.
         dim: Token width C.
         grid: Height and width of the position table.
-        blocks: Modules called as ``block(x, feat_size)``.
+        blocks: The stage's blocks, in order.
         class_token: Put a learned token in front of the pixels.
         pos_drop: Dropout rate behind the position table.
 
@@ -42,7 +70,7 @@ class Stage(nn.Module):
         downsample: nn.Module,
         dim: int,
         grid: tuple[int, int],
-        blocks: list[nn.Module],
+        blocks: list[Block],
         class_token: bool,
         pos_drop: float,
         device: torch.device | None = None,
@@ -50,14 +78,13 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.grad_checkpointing = False
         self.downsample = downsample
         # Channels last, so that the table knows its own grid and adds to tokens without a copy.
         self.pos_embed = nn.Parameter(torch.empty(1, *grid, dim, **dd))
         # The release gives the class token a row of its position table; one parameter holds their sum here.
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim, **dd)) if class_token else None
         self.pos_drop = nn.Dropout(pos_drop)
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = Blocks(*blocks)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -71,12 +98,7 @@ class Stage(nn.Module):
         x = add_pos_embed(x.flatten(2).transpose(1, 2), self.pos_embed, (H, W))
         if self.cls_token is not None:
             x = torch.cat([self.cls_token.expand(B, -1, -1).to(x.dtype), x], dim=1)
-        x = self.pos_drop(x)
-        for block in self.blocks:
-            if self.grad_checkpointing and not torch.jit.is_scripting():
-                x = checkpoint(block, x, (H, W))
-            else:
-                x = block(x, (H, W))
+        x = self.blocks(self.pos_drop(x), (H, W))
         if self.cls_token is not None:
             return x
         return tokens_to_map(x, (H, W))
@@ -173,11 +195,7 @@ class PyramidTransformer(PyramidBackbone):
         per_stage = {"sr_ratios": sr_ratios, "local_kernels": local_kernels}
         check_options(attention, stage4_attention, options | per_stage)
         act_layers = [resolve_act(act_layer or ("gelu_tanh" if landmarks == "conv" else "gelu"))] * 3 + [nn.GELU]
-        self.patch_embed = nn.Sequential(
-            ConvBNReLU(in_chans, STEM_WIDTH, 2, **dd),
-            ConvBNReLU(STEM_WIDTH, STEM_WIDTH, 1, **dd),
-            ConvBNReLU(STEM_WIDTH, embed_dims[0], 2, **dd),
-        )
+        self.patch_embed = Stem(in_chans, embed_dims[0], **dd)
         drop_path_rates: Any = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         grid = halve(to_size(img_size))
         stages = []
@@ -188,7 +206,7 @@ class PyramidTransformer(PyramidBackbone):
             own = options | {"sr_ratio": sr_ratios[i], "local_kernel": 0 if last else local_kernels[i]}
             accepted = attention_options(name)
             attn_kwargs = {k: v for k, v in own.items() if k in accepted}
-            blocks: list[nn.Module] = []
+            blocks: list[Block] = []
             for rate in drop_path_rates[i]:
                 attn = create_attention(
                     name, dim, num_heads=num_heads[i], proj_drop=proj_drop_rate, **attn_kwargs, **dd

@@ -5,14 +5,13 @@ from typing import Any
 
 import torch
 from timm.layers import calculate_drop_path_rates
-from timm.models import checkpoint
 from torch import Tensor, nn
 
 from soft_models.attention import create_attention
 from soft_models.attention.tokens import tokens_to_map
 from soft_models.backbone import PyramidBackbone, check_lengths, resolve_act, resolve_norm
 from soft_models.checkpoints import checkpoint_filter_fn
-from soft_models.layers import Block, convolve, init_module_weights, is_unobserved, takes_convolutions
+from soft_models.layers import Block, Blocks, convolve, init_module_weights, is_unobserved, takes_convolutions
 
 __all__ = ["VicinityVisionTransformer", "checkpoint_filter_fn"]  # timm's tests look for the filter here
 
@@ -103,22 +102,16 @@ class VicinityStage(nn.Module):
         ``(B, C_in, H, W)`` to ``(B, C, H', W')``.
     """
 
-    def __init__(self, downsample: nn.Module, blocks: list[nn.Module], norm: nn.Module) -> None:
+    def __init__(self, downsample: nn.Module, blocks: list[Block], norm: nn.Module) -> None:
         super().__init__()
-        self.grad_checkpointing = False
         self.downsample = downsample
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = Blocks(*blocks)
         self.norm = norm
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.downsample(x)
         H, W = x.shape[2], x.shape[3]
-        x = x.flatten(2).transpose(1, 2)
-        for block in self.blocks:
-            if self.grad_checkpointing and not torch.jit.is_scripting():
-                x = checkpoint(block, x, (H, W))
-            else:
-                x = block(x, (H, W))
+        x = self.blocks(x.flatten(2).transpose(1, 2), (H, W))
         return tokens_to_map(self.norm(x), (H, W))
 
 
@@ -192,7 +185,7 @@ class VicinityVisionTransformer(PyramidBackbone):
         drop_path_rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         stages = []
         for i, dim in enumerate(embed_dims):
-            blocks: list[nn.Module] = []
+            blocks: list[Block] = []
             for rate in drop_path_rates[i]:
                 attn = create_attention("vicinity", dim, num_heads=num_heads[i], **attn_kwargs, **dd)
                 blocks.append(VicinityBlock(attn, dim, mlp_ratios[i], norm, act, proj_drop_rate, rate, **dd))

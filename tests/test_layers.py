@@ -11,7 +11,8 @@ from torch.testing import assert_close
 
 from soft_models import layers
 from soft_models.attention.tokens import tokens_to_map
-from soft_models.layers import Block, ConvBNReLU, PostNormBlock, TanhGELU, prepare_images
+from soft_models.layers import Block, Blocks, ConvBNReLU, PostNormBlock, TanhGELU, prepare_images
+from soft_models.pyramid import Stem
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -105,6 +106,41 @@ def test_block_is_whole_where_pieces_could_show(block: Block) -> None:
 class Rearranged(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.flip(1)
+
+
+@pytest.fixture(params=["blocks", "stem"])
+def grouped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Blocks | Stem:
+    """What takes 2 images of ``GROUPED`` at a time; ``sizes`` has those of the groups as they are computed."""
+    blocks = Blocks(Block(Shift(), 8, 4, nn.LayerNorm, drop_path=0.5), PostNormBlock(Shift(), 8, 2, nn.LayerNorm))
+    module = (blocks if request.param == "blocks" else Stem(3, 8)).eval()
+    monkeypatch.setattr(layers, "GROUP_ELEMENTS", 2 * module.growth * GROUPED[request.param][0].numel() / 5)
+    compute, sizes = module.compute, []
+    monkeypatch.setattr(module, "compute", lambda x, *more: sizes.append(len(x)) or compute(x, *more))
+    module.__dict__.update(sizes=sizes, inputs=GROUPED[request.param])
+    return module
+
+
+GROUPED = {"blocks": (torch.randn(5, 35, 8), SIZE), "stem": (torch.randn(5, 3, 24, 20),)}
+
+
+def test_images_in_groups_are_the_batch(grouped: Blocks | Stem) -> None:
+    whole = grouped(*grouped.inputs)  # a gradient is recorded
+    with torch.no_grad():
+        assert_close(grouped(*grouped.inputs), whole)
+        x, *feat_size = grouped.inputs
+        assert [len(grouped(x[:count], *feat_size)) for count in (0, 2)] == [0, 2]
+    assert grouped.sizes == [5, 2, 2, 1, 0, 2]
+
+
+def test_batch_is_whole_where_groups_could_show(grouped: Blocks | Stem) -> None:
+    first = next(module for module in grouped.modules() if not list(module.children()))
+    with torch.no_grad():
+        hook = first.register_forward_hook(lambda module, inputs, output: None)
+        grouped(*grouped.inputs)
+        hook.remove()
+        first.train()  # as batch norm that estimates its statistics
+        grouped(*grouped.inputs)
+    assert grouped.sizes == [5, 5]
 
 
 @pytest.fixture(params=[Block, PostNormBlock])
