@@ -259,19 +259,6 @@ def test_recovery_needs_the_same_steps(
     assert "lies within an epoch of 4 steps, an epoch is now 3" in capsys.readouterr().err
 
 
-def test_second_signal_stops_at_once(tmp_path: Path) -> None:
-    code = (
-        "import os, signal; from soft_models.training.runtime import StopRequest\n"
-        "with StopRequest() as stop:\n"
-        "    os.kill(os.getpid(), signal.SIGINT); assert stop.number == signal.SIGINT\n"
-        "    os.kill(os.getpid(), signal.SIGTERM); print('still here')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (143, b"")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("workers", "processes"), [(0, 1), (2, 1), (0, 2)])

@@ -18,9 +18,7 @@ from runs import BASE, ROOT, assert_same, load, load_config, rows
 
 from soft_models.commands import progress
 from soft_models.training import learner, run
-from soft_models.training.config import TrainConfig
 from soft_models.training.engine import EvalResult
-from soft_models.training.runtime import compile_model
 
 
 def test_files_are_those_of_timm(trained: Path) -> None:
@@ -313,21 +311,6 @@ def test_options_train_and_resume(train: Callable[..., int], tmp_path: Path, opt
     assert train(*options.split(), "--epochs", "2", "--resume", "auto") == 0
     assert [row["epoch"] for row in rows(tmp_path / "run")] == ["0", "1"]
     assert all(math.isfinite(float(row["eval_loss"])) for row in rows(tmp_path / "run"))
-
-
-@pytest.mark.parametrize(
-    ("device", "mode", "expected"),
-    [("cpu", None, {"force_layout_optimization": True}), ("cpu", "reduce-overhead", None), ("cuda", None, None)],
-)
-def test_inductor_lays_out_gradients_of_convolutions_on_a_cpu(
-    device: str, mode: str | None, expected: dict[str, bool] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, given = torch.nn.Identity(), {}
-    compile_in_place = model.compile
-    monkeypatch.setattr(model, "compile", lambda **options: given.update(options) or compile_in_place(**options))
-    cfg = TrainConfig(torchcompile="inductor", torchcompile_mode=mode)
-    compile_model(cfg, model, torch.device(device))  # torch refuses options that it does not know
-    assert given["options"] == expected
 
 
 def test_short_runs_are_told_about_the_average(train: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:

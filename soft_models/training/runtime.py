@@ -1,8 +1,10 @@
 """The machine a script runs on: device, processes, precision, log and signals."""
 
+import ctypes
 import importlib
 import logging
 import os
+import platform
 import signal
 from argparse import Namespace
 from collections.abc import Iterator
@@ -98,11 +100,27 @@ def running(cfg: ModelConfig) -> Iterator[Runtime]:
     device = init_distributed_device(info)
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True
+    elif device.type == "cpu":
+        keep_freed_memory()
     try:
         yield Runtime(device, info.rank, info.world_size)
     finally:
         if info.distributed and dist.is_initialized():
             dist.destroy_process_group()
+
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep the memory of freed tensors for the next ones, unless the environment sets its allocator up.
+
+    By default it hands large buffers back to the system, and every step waits for the same pages to be cleared anew.
+    """
+    if platform.libc_ver()[0] == "glibc" and not any(name.startswith(("MALLOC_", "GLIBC_")) for name in os.environ):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def import_modules(names: tuple[str, ...]) -> None:
