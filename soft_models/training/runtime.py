@@ -1,10 +1,8 @@
 """The machine a script runs on: device, processes, precision, log and signals."""
 
-import ctypes
 import importlib
 import logging
 import os
-import platform
 import signal
 from argparse import Namespace
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ from timm.utils import init_distributed_device
 
 from soft_models.commands.script import setup_logging
 from soft_models.errors import UsageError
+from soft_models.memory import keep_freed_memory
 
 from .config import ModelConfig
 
@@ -107,20 +106,6 @@ def running(cfg: ModelConfig) -> Iterator[Runtime]:
     finally:
         if info.distributed and dist.is_initialized():
             dist.destroy_process_group()
-
-
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
-
-
-def keep_freed_memory() -> None:
-    """Make glibc keep the memory of freed tensors for the next ones, unless the environment sets its allocator up.
-
-    By default it hands large buffers back to the system, and every step waits for the same pages to be cleared anew.
-    """
-    if platform.libc_ver()[0] == "glibc" and not any(name.startswith(("MALLOC_", "GLIBC_")) for name in os.environ):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def import_modules(names: tuple[str, ...]) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from soft_models.checkpoints import checkpoint_filter_fn, find_weights, read_checkpoint
 from soft_models.checkpoints.extras import constructor_arguments, pretrained_settings
+from soft_models.memory import keep_small_buffers
 
 __all__ = ["build_variant"]
 
@@ -52,6 +53,7 @@ def build_variant(
         ValueError: ``pretrained`` without weights, or weights without ``pretrained``.
         CheckpointError: The file cannot be read, or does not fit.
     """
+    keep_small_buffers()
     given = dict(pretrained_cfg_overlay or {})
     named = [source for source in SOURCES if given.get(source)]
     if named and not pretrained:
