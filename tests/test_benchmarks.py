@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,15 @@ class Interrupted(BaseException):
     """Stands for a key press."""
 
 
-# Fits and counts.
+# Steps, fits and counts.
+
+
+def test_step_in_a_process_of_its_own_is_timed(tmp_path: Path) -> None:
+    step = measure.OwnProcess(partial, Path.write_text, tmp_path / "out", "done")
+    assert not (tmp_path / "out").exists()
+    times = measure.in_turns({"theirs": step, "here": lambda: None}, rounds=2)
+    assert (tmp_path / "out").read_text() == "done"
+    assert len(times["theirs"]) == 2 and min(times["theirs"]) > 0
 
 
 @pytest.mark.parametrize("power", [0.0, 1.0, 1.7, 2.0])

@@ -132,7 +132,7 @@ def cells(line: str) -> list[str]:
 
 def test_inverse_errors_are_those_of_the_run() -> None:
     text = (
-        (ROOT / "README.md")
+        (ROOT / "docs" / "models.md")
         .read_text(encoding="utf-8")
         .partition("| condition of the kernel |")[2]
         .partition("\n\n")[0]

@@ -19,21 +19,36 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+# Pages of 4 KiB that come from the system when as many float32 tensors of that size are made for the fourth time.
+PAGES = """
+import resource, torch
+def pages(count, size):
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        tensors = [torch.empty(size).fill_(1) for _ in range(count)]
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        del tensors
+    return after - before
+"""
+
+
+@needs_glibc
 @pytest.mark.parametrize(("environment", "kept"), [({}, True), ({"MALLOC_ARENA_MAX": "4"}, False)])
 def test_freed_memory_is_kept_unless_the_environment_says_how(environment: dict[str, str], kept: bool) -> None:
     code = (
-        "import resource, torch\n"
         "from soft_models.training.config import ValidateConfig\n"
         "from soft_models.training.runtime import running\n"
         "with running(ValidateConfig(device='cpu')):\n"
-        "    for _ in range(4):\n"
-        "        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "        torch.empty(2**24).fill_(1)\n"  # 64 MiB, 16,384 pages
-        "    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"
+        "    print(pages(1, 2**24))"
     )
-    pages = int(run_python(code, **environment).stdout)
-    assert (pages < 1000) == kept
+    assert (int(run_python(PAGES + code, **environment).stdout) < 1000) == kept
+
+
+@needs_glibc
+def test_models_let_small_buffers_be_kept() -> None:
+    code = "import timm, soft_models; timm.create_model('soft_tiny'); print(pages(8, 2**20))"
+    assert int(run_python(PAGES + code).stdout) < 1000
 
 
 @pytest.mark.parametrize(
