@@ -326,7 +326,7 @@ class Blocks(nn.Sequential):
     def __init__(self, *blocks: Block) -> None:
         super().__init__(*blocks)
         self.grad_checkpointing = False
-        self.growth = max(block.growth for block in blocks)
+        self.growth = max((getattr(block, "growth", 1.0) for block in self), default=1.0)
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:  # type: ignore[override]
         if not torch.jit.is_scripting():

@@ -132,6 +132,13 @@ def test_images_in_groups_are_the_batch(grouped: Blocks | Stem) -> None:
     assert grouped.sizes == [5, 2, 2, 1, 0, 2]
 
 
+def test_blocks_are_cut_like_any_sequence() -> None:
+    blocks = Blocks(Block(Shift(), 8, 4, nn.LayerNorm), Block(Shift(), 8, 2, nn.LayerNorm)).eval()
+    x = torch.randn(2, 35, 8)
+    assert_close(blocks[1:](blocks[:1](x, SIZE), SIZE), blocks(x, SIZE))
+    assert blocks[:0](x, SIZE) is x
+
+
 def test_batch_is_whole_where_groups_could_show(grouped: Blocks | Stem) -> None:
     first = next(module for module in grouped.modules() if not list(module.children()))
     with torch.no_grad():
