@@ -22,7 +22,7 @@ PER_STAGE = {"sr_ratios": "sr_ratio", "local_kernels": "local_kernel"}  # the at
 
 
 class Stem(nn.Sequential):
-    """Three 3 x 3 convolutions that reduce the image by 4; on a CPU of a few images at a time, see ``in_groups``.
+    """Three 3 x 3 convolutions that reduce the image by 4. On a CPU it takes a few images at a time, see ``in_groups``.
 
     Shape:
         ``(B, in_chans, H, W)`` to ``(B, dim, ceil(H / 4), ceil(W / 4))``.

@@ -116,7 +116,7 @@ def test_never_validates_on_training_images(folder: Path) -> None:
 
 def test_flat_and_empty_folders_are_refused(tmp_path: Path) -> None:
     write_image(tmp_path / "flat" / "x.png", 0, np.random.default_rng(0))
-    with pytest.raises(UsageError, match=r"images outside class folders, such as x.png"):
+    with pytest.raises(UsageError, match=r"images outside class folders: x.png; sort"):
         scan_folder(tmp_path / "flat")
     (tmp_path / "empty" / "a").mkdir(parents=True)
     with pytest.raises(UsageError, match="holds no images"):

@@ -82,7 +82,7 @@ def scan_folder(root: Path) -> FolderScan:
                     others[extension or "none"] += 1
         where = Path(folder).relative_to(root)
         if found and not where.parts:
-            raise UsageError(f"{root} holds images outside class folders, such as {found[0]}; sort them by class")
+            raise UsageError(f"{root} holds images outside class folders: {some_of(sorted(found))}; sort them by class")
         if found and len(where.parts) > 1:
             deep.append(str(where))
         if not found and not subfolders:
