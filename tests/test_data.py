@@ -21,6 +21,7 @@ from soft_models.training.config import TrainConfig, ValidateConfig
 from soft_models.training.data import (
     ImageReport,
     ImageSamples,
+    augment_ops,
     build_loader,
     check_batch_size,
     image_mode,
@@ -229,6 +230,27 @@ def test_augmentation_depends_on_the_position_alone(folder: Path, workers: int) 
     assert len(loaded) == 3
     assert all(torch.equal(a, b) for a, b in zip(loaded, expected, strict=True))
     assert not torch.equal(samples[Draw(0, 1)].image, samples[Draw(0, 2)].image)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "policy", ["rand-m9-mstd0.5-inc1", "rand-m9-mstd0.5", "rand-m15-mmax20-inc1", "augmix-m9", "v0"]
+)
+def test_strongest_augmentation_is_possible(policy: str, folder: Path) -> None:
+    image = Image.fromarray(np.arange(768, dtype=np.uint8).reshape(16, 16, 3))
+    ops = list(augment_ops(train_transform(config(folder, aa=policy), DATA_CONFIG)))
+    assert any(op.name.startswith("Posterize") for op in ops)
+    for op in ops:
+        op.prob, op.magnitude, op.magnitude_std = 1.0, op.magnitude_max or 10, 0.0
+        assert op(image).size == image.size, op.name
+
+
+def test_images_that_cannot_be_transformed_are_left_out_by_name(folder: Path) -> None:
+    def refuse(image: Image.Image) -> None:
+        raise ValueError("bits must be positive")
+
+    source = open_train_splits(config(folder))[0].source
+    found = ImageSamples(source, refuse, "RGB")[Draw(0, 1)]
+    assert found == (source.name(0), "its transform failed, ValueError: bits must be positive")
 
 
 def test_broken_images_are_left_out_by_name(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

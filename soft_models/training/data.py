@@ -2,12 +2,13 @@
 
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
 from timm.data import create_transform
+from timm.data.auto_augment import AugmentOp, posterize
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -32,7 +33,7 @@ class Sample(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """An image that could not be read."""
+    """An image that could not be read or transformed."""
 
     name: str
     reason: str
@@ -69,7 +70,11 @@ class ImageSamples(Dataset[Sample | Broken]):
         except Exception as error:  # decoders raise what they like on broken files
             return Broken(self.source.name(draw.item), f"{type(error).__name__}: {error}")
         seed_host(draw.seed)
-        return Sample(torch.as_tensor(self.transform(image)), target, draw.item, asks_to_be_turned(image))
+        try:
+            pixels = torch.as_tensor(self.transform(image))
+        except Exception as error:  # one image in a thousand must not end a run
+            return Broken(self.source.name(draw.item), f"its transform failed, {type(error).__name__}: {error}")
+        return Sample(pixels, target, draw.item, asks_to_be_turned(image))
 
 
 def collate(items: Sequence[Sample | Broken]) -> Batch:
@@ -145,7 +150,7 @@ def image_mode(in_chans: int, mode: str | None) -> str:
 
 def train_transform(cfg: TrainConfig, data_config: dict[str, Any]) -> Callable[[Image.Image], Any]:
     """timm's training transform, to bytes; mixing, normalising and erasing follow on the device."""
-    return create_transform(
+    transform = create_transform(
         data_config["input_size"], is_training=True, no_aug=cfg.no_aug, train_crop_mode=cfg.train_crop_mode,
         scale=cfg.scale, ratio=cfg.ratio, hflip=cfg.hflip, vflip=cfg.vflip, color_jitter=cfg.color_jitter,
         color_jitter_prob=cfg.color_jitter_prob, grayscale_prob=cfg.grayscale_prob or 0.0,
@@ -153,6 +158,27 @@ def train_transform(cfg: TrainConfig, data_config: dict[str, Any]) -> Callable[[
         interpolation=cfg.train_interpolation or data_config["interpolation"], mean=data_config["mean"],
         std=data_config["std"], use_prefetcher=True,
     )  # fmt: skip
+    for op in augment_ops(transform):
+        if op.aug_fn is posterize:
+            op.aug_fn = posterize_some
+    return transform
+
+
+def augment_ops(part: Any) -> Iterator[AugmentOp]:
+    """Operations of the auto-augment policy within a transform of timm's, if it has one."""
+    if isinstance(part, AugmentOp):
+        yield part
+    elif isinstance(part, list | tuple):
+        for inner in part:
+            yield from augment_ops(inner)
+    else:
+        for name in ("transforms", "ops", "policy"):
+            yield from augment_ops(getattr(part, name, ()))
+
+
+def posterize_some(image: Image.Image, bits: int, **options: Any) -> Image.Image:
+    """timm's operation with at least one bit: its strongest levels ask for none, which Pillow refuses from 13 on."""
+    return posterize(image, max(bits, 1), **options)
 
 
 def eval_transform(data_config: dict[str, Any]) -> Callable[[Image.Image], Any]:
