@@ -333,7 +333,7 @@ def model_rows(
     unit = "stage" if hasattr(model, "stages") else "block"
     H, W = maps[-1].weights.shape[-2:]
     if min(H, W) < COARSE:
-        _logger.info("%s %d has a map of %d x %d: a larger --size draws finer ones", unit, maps[-1].stage + 1, H, W)
+        _logger.info("%s %d has a map of %d x %d: a larger --size draws finer ones", unit, maps[-1].stage + 1, W, H)
     rows = []
     for i, point in enumerate(inside):
         seen = (f"{resized.width} x {resized.height} pixels", with_cross(fit_panel(resized, cfg.panel), resized, point))

@@ -131,7 +131,7 @@ def test_panels_without_contrast_say_so(monkeypatch: pytest.MonkeyPatch) -> None
 def test_coarse_maps_are_told_about_the_size(photo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     argv = [str(photo), "--model", "soft_tiny", "--output", str(tmp_path / "a.png")]
     assert main([*argv, "--size", "64"]) == 0
-    assert "stage 4 has a map of 2 x 3: a larger --size draws finer ones" in capfd.readouterr().err
+    assert "stage 4 has a map of 3 x 2: a larger --size draws finer ones" in capfd.readouterr().err
     assert main([*argv, "--size", "128"]) == 0
     assert "a larger --size" not in capfd.readouterr().err
 

@@ -90,7 +90,7 @@ def starting_arguments(cfg: TrainConfig, source: Mapping[str, Any] | None) -> di
     inherited = constructor_arguments(source, cfg.model) if source is not None else {}
     taken = [f"{name} {value}" for name, value in inherited.items() if name not in given]
     if taken:
-        _logger.info("as in the checkpoint, since not given: %s", ", ".join(taken))
+        _logger.info("model arguments as in the checkpoint, since not given: %s", ", ".join(taken))
     return {**inherited, **given}
 
 
