@@ -23,7 +23,7 @@ def keep_small_buffers() -> None:
     From then on it keeps smaller ones, and twice as much in all. Without this it learns from the tensors as they come,
     and in the meantime a model takes up to a sixth longer. Other allocators are not changed.
     """
-    torch.empty(LARGEST_KEPT, dtype=torch.uint8)
+    torch.empty(LARGEST_KEPT, dtype=torch.uint8, device="cpu")  # whatever the default device is
 
 
 def keep_freed_memory() -> None:

@@ -47,6 +47,8 @@ def test_freed_memory_is_kept_unless_the_environment_says_how(environment: dict[
 def test_models_let_small_buffers_be_kept() -> None:
     code = (
         "import timm, soft_models\n"
+        "with torch.device('meta'):\n"
+        "    timm.create_model('soft_tiny')\n"
         "model, x = timm.create_model('soft_tiny').eval(), torch.randn(1, 3, 224, 224)\n"
         "with torch.inference_mode():\n"
         "    print(pages(lambda: model(x)))"

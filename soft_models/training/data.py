@@ -177,7 +177,7 @@ def augment_ops(part: Any) -> Iterator[AugmentOp]:
 
 
 def posterize_some(image: Image.Image, bits: int, **options: Any) -> Image.Image:
-    """timm's operation with at least one bit: its strongest levels ask for none, which Pillow refuses from 13 on."""
+    """timm's operation with at least one bit: its strongest levels ask for none, which Pillow 13 refuses."""
     return posterize(image, max(bits, 1), **options)
 
 
