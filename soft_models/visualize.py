@@ -361,6 +361,8 @@ def visualize(cfg: VisualizeConfig) -> int:
     if output.suffix.lower() != ".png":
         raise UsageError(f"--output must end with .png, got {cfg.output!r}")
     photo = load_photo(cfg.image)
+    if output.exists() and output.resolve() == Path(cfg.image).resolve():
+        raise UsageError(f"--output {cfg.output!r} is the image itself; name another file")
     make_folder(output.parent)
     rows = [row for name, checkpoint in pair_models(cfg) for row in model_rows(cfg, name, checkpoint, photo)]
     sheet = draw_sheet(rows)

@@ -124,6 +124,13 @@ def test_flat_and_empty_folders_are_refused(tmp_path: Path) -> None:
         scan_folder(tmp_path / "empty")
 
 
+def test_empty_class_folders_are_no_classes(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "train" / "d").mkdir()
+    train, _ = open_train_splits(config(folder))
+    assert train.classes == ("a", "b", "c")
+    assert "has folders without images, which are no classes: d" in caplog.text
+
+
 def test_messy_folders_are_told_about(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     train = folder / "train"
     picture = Image.open(train / "a" / "0.png")

@@ -104,6 +104,7 @@ def test_odd_images_are_predicted_or_named(predict: Callable[..., Any], data: Pa
         (["{image}", "--topk", "0"], "--topk must be at least 1, got 0"),
         (["{image}", "--top-k", "3"], "unknown flag --top-k; did you mean '--topk'"),
         (["{image}", "--seed", "3"], "unknown flag --seed"),
+        (["{image}", "--log-interval", "3"], "unknown flag --log-interval"),
         (["{image}", "--model", "soft_tiny"], "is a checkpoint of 'test_byobnet', not of --model 'soft_tiny'"),
         (["{image}", "--class-map", "{classes}"], "4 class names for a head of 3 outputs"),
         (["{image}", "--input-size", "4", "32", "32"], "do not fit"),

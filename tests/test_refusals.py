@@ -19,6 +19,7 @@ REFUSALS = {
     "schedule": (["--sched", "cosin"], "got 'cosin'; did you mean 'cosine'"),
     "metric": (["--eval-metric", "top_1"], "got 'top_1'; did you mean 'top1'"),
     "validation batch": (["-vb", "0"], "--validation-batch-size must be at least 1, got 0"),
+    "log": (["--log-interval", "0"], "--log-interval must be at least 1, got 0"),
     "dataset": (["--dataset", "cifar10"], "--dataset must start with torch/, hfds/"),
     "flag": (["--epoch", "3"], "unknown flag --epoch; did you mean '--epochs'"),
     "workers": (["-j", "-1"], "--workers must be at least 0, got -1"),

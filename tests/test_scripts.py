@@ -164,6 +164,11 @@ def test_wrapped_weights_are_unwrapped(
     assert result["loss"] == pytest.approx(expected["loss"], abs=1e-5)
 
 
+def test_rate_in_the_log_is_the_one_asked_for(train: Callable[..., int], tmp_path: Path) -> None:
+    assert train("--layer-decay", "0.5", "--sched", "constant", "--epochs", "1", "--lr", "0.01") == 0
+    assert [float(row["lr"]) for row in rows(tmp_path / "run")] == [0.01]
+
+
 def test_plateau_without_warmup_starts_at_the_rate_asked_for(train: Callable[..., int], tmp_path: Path) -> None:
     assert train("--sched", "plateau", "--epochs", "2", "--lr", "0.01") == 0
     assert [float(row["lr"]) for row in rows(tmp_path / "run")] == [0.01, 0.01]

@@ -164,6 +164,7 @@ def test_checkpoint_of_a_training_run_names_its_model(photo: Path, tmp_path: Pat
         (["PHOTO", "--size", "16"], "--size must be at least 32 pixels, got 16"),
         (["PHOTO", "--panel", "8"], "--panel must be at least 32 pixels, got 8"),
         (["PHOTO", "--output", "sheet.jpg"], "--output must end with .png"),
+        (["PHOTO", "--output", "PHOTO"], "is the image itself; name another file"),
         (["PHOTO", "--checkpoint", "absent.pth"], "no checkpoint file 'absent.pth'"),
         (["PHOTO", "--model", "soft_tiny", "vvt_tiny", "--checkpoint", "a.pth"], "must be as many, got 2 and 1"),
         (["PHOTO", "--heads", "1"], "unknown flag --heads; did you mean '--head'?"),

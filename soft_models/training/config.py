@@ -70,7 +70,6 @@ class ModelConfig:
     amp_dtype: AmpDtype = "float16"  # float16 or bfloat16
     torchcompile: str | None = None  # compile the model; the bare flag means backend inductor
     torchcompile_mode: str | None = None  # mode of torch.compile
-    log_interval: int = 50  # steps between log lines
 
     POSITIONAL: ClassVar[str] = ""  # field that arguments without a flag go to
     ALIASES: ClassVar[Mapping[str, Sequence[str]]] = {
@@ -96,6 +95,7 @@ class DataConfig(ModelConfig):
     dataset_download: bool = False  # let torch/ datasets download themselves
     class_map: str = ""  # text file with one class name per line, in label order
     seed: int = 42  # of every random draw; validation makes none
+    log_interval: int = 50  # steps between log lines
 
     POSITIONAL: ClassVar[str] = "data_dir"
 

@@ -75,9 +75,8 @@ class Learner:
 
     @property
     def lr(self) -> float:
-        """Mean learning rate of the parameter groups."""
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        return sum(rates) / len(rates)
+        """Learning rate before layer decay, that of the head."""
+        return max(group["lr"] for group in self.optimizer.param_groups)
 
     def set_rate(self, epoch: int, updates: int) -> None:
         """Learning rate of a position in the run."""

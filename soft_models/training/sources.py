@@ -99,8 +99,8 @@ def open_train_splits(cfg: TrainConfig) -> tuple[Split, Split | None]:
     held_out = _find_val(cfg, folder)
     scan = scan_folder(folder)
     classes = read_class_map(cfg.class_map) if cfg.class_map else scan.classes
-    if scan.empty:
-        _logger.warning("%s has class folders without images: %s", scan.root, some_of(scan.empty))
+    if scan.empty and not cfg.class_map:
+        _logger.warning("%s has folders without images, which are no classes: %s", scan.root, some_of(scan.empty))
     train = _folder_split(scan, classes)
     return train, _folder_split(scan_folder(held_out), classes) if held_out else None
 

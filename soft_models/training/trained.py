@@ -58,7 +58,7 @@ def read_stored(cfg: TrainedT) -> tuple[TrainedT, Stored]:
     Raises:
         UsageError: Neither checkpoint nor model is given, the checkpoint cannot be used, or timm knows no such model.
     """
-    check_counts(cfg, 1, "batch_size", "log_interval")
+    check_counts(cfg, 1, "batch_size")
     check_counts(cfg, 0, "workers")
     if cfg.checkpoint and cfg.pretrained:
         raise UsageError("--pretrained asks for the published weights and --checkpoint for others: give one of them")

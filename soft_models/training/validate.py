@@ -24,7 +24,7 @@ from soft_models.commands.script import run_script
 from soft_models.errors import RunStopped, UsageError
 
 from .augment import BatchTransform
-from .config import ValidateConfig
+from .config import ValidateConfig, check_counts
 from .data import ImageReport, ImageSamples, build_loader, eval_transform
 from .engine import EvalResult, evaluate
 from .runtime import Runtime, build_autocast, running
@@ -63,6 +63,7 @@ def validate(cfg: ValidateConfig, runtime: Runtime) -> dict[str, Any]:
         UsageError: Something in the configuration, the data or the checkpoint is wrong.
         RunStopped: No image can be read.
     """
+    check_counts(cfg, 1, "log_interval")
     cfg, stored = read_stored(cfg)
     split = open_eval_split(cfg, stored.classes)
     model = load_trained(cfg, stored)
