@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="file for the table, in Markdown")
     args = parser.parse_args(argv)
     head = [
-        heading(torch.get_num_threads(), "bfloat16 autocast, channels-last"), "",
+        f"`python -m benchmarks.gpu`, {heading(torch.get_num_threads(), 'bfloat16 autocast, channels-last')}", "",
         "| work | model | img/s | middle half | peak memory, MB |", "|---|---|---:|---:|---:|",
     ]  # fmt: skip
     eager = {name: (name, False) for name in args.models}

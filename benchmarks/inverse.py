@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     head = [
-        heading(args.threads, "float32"),
+        f"`python -m benchmarks.inverse`, {heading(args.threads, 'float32')}",
         "",
         "| spread | condition | inverse | error | error of the gradient | forward and backward, ms |",
         "|---:|---:|---|---:|---:|---:|",

@@ -20,8 +20,7 @@ from soft_models.commands.files import RunLock, make_folder, write_atomic
 from soft_models.commands.progress import Progress
 from soft_models.commands.script import run_script, setup_logging
 from soft_models.downstream import MapBackbone
-from soft_models.errors import UsageError
-from soft_models.training.engine import NonFiniteError
+from soft_models.errors import RunStopped, UsageError
 from soft_models.training.runtime import StopRequest
 from soft_models.training.saver import LAST
 from soft_models.training.scalars import ScalarLog
@@ -105,8 +104,7 @@ def run(example: Example, options: argparse.Namespace) -> int:
     Raises:
         UsageError: Options, data or checkpoint are not as they have to be.
         CheckpointError: The checkpoint cannot be read, or does not fit.
-        NonFiniteError: The loss stopped being a number.
-        SaveError: A file could not be written.
+        RunStopped: The loss stopped being a number, or a file could not be written.
     """
     if (options.output / LAST).exists() and not options.resume:
         raise UsageError(f"{options.output} holds a run: go on with it by --resume, or choose another --output")
@@ -120,7 +118,7 @@ def run(example: Example, options: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     make_folder(options.output)
-    with RunLock(options.output), StopRequest() as stop:
+    with RunLock(options.output, "choose another --output"), StopRequest() as stop:
         fit(example, model, train_scenes, options, stop)
         if stop.number:
             return 128 + stop.number
@@ -144,8 +142,7 @@ def fit(example: Example, model: nn.Module, scenes: Scenes, options: argparse.Na
 
     Raises:
         UsageError: The folder holds a run with other options.
-        NonFiniteError: The loss stopped being a number.
-        SaveError: The checkpoint could not be written.
+        RunStopped: The loss stopped being a number, or the checkpoint could not be written.
     """
     optimizer = torch.optim.AdamW(parameter_groups(model, example.head_scale), lr=options.lr)
     schedule = CosineLRScheduler(optimizer, options.steps, warmup_t=options.steps // 20, t_in_epochs=False)
@@ -161,7 +158,7 @@ def fit(example: Example, model: nn.Module, scenes: Scenes, options: argparse.Na
         parts = example.losses(model, [scenes[step * BATCH_SIZE + i] for i in range(BATCH_SIZE)])
         loss = torch.stack(list(parts.values())).sum()
         if not loss.isfinite():
-            raise NonFiniteError(f"the loss of step {step} is {loss.item()}; try a lower --lr")
+            raise RunStopped(f"the loss of step {step} is {loss.item()}; try a lower --lr")
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["CheckpointError", "RunStopped", "UsageError", "some_of", "suggestion"]
+__all__ = ["CheckpointError", "RunStopped", "UsageError"]
 
 
 class CheckpointError(RuntimeError):

@@ -1,10 +1,12 @@
-"""What records the code that is running: questions whose answer decides how a model computes."""
+"""What records or watches the code that is running: questions whose answer decides how a model computes."""
 
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
-__all__ = ["is_exporting", "is_graph", "is_open", "is_traced"]
+__all__ = ["is_exporting", "is_graph", "is_open", "is_traced", "is_unobserved", "is_watched"]
 
 
 def is_graph() -> bool:
@@ -26,3 +28,27 @@ def is_exporting() -> bool:
 def is_open(size: Any) -> bool:
     """Whether a graph that is being exported leaves a size open."""
     return isinstance(size, torch.SymInt)
+
+
+def is_unobserved(module: nn.Module, x: Tensor) -> bool:
+    """Whether how ``module`` computes shows nowhere: in evaluation of all its parts on a CPU, where no gradients are
+    recorded, no graph is made, and no hooks look inside.
+    """
+    if torch.is_grad_enabled() or is_graph():
+        return False
+    if not isinstance(x, Tensor) or x.device.type != "cpu":  # proxies of torch.fx are none
+        return False
+    parts = list(module.modules())
+    return not (any(part.training for part in parts) or is_watched(*parts))
+
+
+def is_watched(*modules: nn.Module) -> bool:
+    """Whether hooks, forward or backward, theirs or global, look at ``modules``, or something wraps ``forward``."""
+    return _has_any_global_hook() or any(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)
+        for module in modules
+    )

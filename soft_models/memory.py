@@ -21,7 +21,7 @@ def keep_small_buffers() -> None:
     """Let glibc learn that the process uses buffers of 32 MiB, by one that is freed untouched.
 
     From then on it keeps smaller ones, and twice as much in all. Without this it learns from the tensors as they come,
-    and in the meantime a model takes up to a sixth longer. Other allocators are not changed.
+    and until then a model takes longer. Other allocators are not changed.
     """
     torch.empty(LARGEST_KEPT, dtype=torch.uint8, device="cpu")  # whatever the default device is
 

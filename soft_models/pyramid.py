@@ -12,10 +12,9 @@ from soft_models.attention import ATTENTIONS, attention_options, create_attentio
 from soft_models.attention.inverse import NEWTON_STEPS
 from soft_models.attention.tokens import tokens_to_map
 from soft_models.backbone import PyramidBackbone, check_lengths, halve, resolve_act, resolve_norm, to_size
-from soft_models.checkpoints import checkpoint_filter_fn
 from soft_models.layers import Block, Blocks, ConvBNReLU, PostNormBlock, add_pos_embed, in_groups
 
-__all__ = ["PyramidTransformer", "checkpoint_filter_fn"]  # timm's tests look for the filter here
+__all__ = ["PyramidTransformer"]
 
 STEM_WIDTH = 32  # channels of the stem's first two convolutions, in every size
 PER_STAGE = {"sr_ratios": "sr_ratio", "local_kernels": "local_kernel"}  # the attentions' keyword for one stage's value
@@ -142,7 +141,7 @@ class PyramidTransformer(PyramidBackbone):
         proj_drop_rate: Dropout rate in attention and MLP, behind their projections.
         drop_path_rate: Stochastic depth rate of the last block; it grows linearly from 0 at the first.
         act_layer: Activation of the MLPs in stages 1 to 3, timm's name or a class; None for the release's tanh form of
-            GELU with ``"conv"`` landmarks and for exact GELU, which CPUs compute three times as fast, with others.
+            GELU with ``"conv"`` landmarks and for exact GELU, which CPUs compute faster, with others.
         norm_layer: Normalisation of blocks and output, timm's name or a callable; None for the release's LayerNorm,
             with an eps of 1e-5 in post-norm blocks and 1e-6 elsewhere.
 

@@ -2,7 +2,7 @@
 
     python -m soft_models.visualize photo.jpg --model soft_tiny --checkpoint model_best.pth.tar
     python -m soft_models.visualize photo.jpg --model soft_tiny --point 120,80 300,200 --stage 1 4 --head 1 2
-    python -m soft_models.visualize photo.jpg --model soft_tiny pyramid_tiny_softmax vvt_tiny     side by side
+    python -m soft_models.visualize photo.jpg --model soft_tiny pyramid_tiny_softmax vvt_tiny     one below the other
     python -m soft_models.visualize skimage:coffee                a photograph that scikit-image ships
 
 Each panel shows where one query, the cross, takes its values from: red to yellow for positive weights, blue for

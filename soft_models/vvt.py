@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from soft_models.attention import create_attention
 from soft_models.attention.tokens import tokens_to_map
 from soft_models.backbone import PyramidBackbone, check_lengths, resolve_act, resolve_norm
-from soft_models.checkpoints import checkpoint_filter_fn
-from soft_models.layers import Block, Blocks, convolve, init_module_weights, is_unobserved, takes_convolutions
+from soft_models.graphs import is_unobserved
+from soft_models.layers import Block, Blocks, convolve, init_module_weights, takes_convolutions
 
-__all__ = ["VicinityVisionTransformer", "checkpoint_filter_fn"]  # timm's tests look for the filter here
+__all__ = ["VicinityVisionTransformer"]
 
 
 class OverlapPatchEmbed(nn.Module):

@@ -14,7 +14,7 @@ from typing import Any
 
 import timm
 import torch
-from contract import enliven, family_names
+from small_models import enliven, family_names
 
 from soft_models.registry import registered_names
 

@@ -94,7 +94,7 @@ def naive_average_pool(x: Tensor, grid: tuple[int, int]) -> Tensor:
     return torch.stack([torch.stack([x[a:b, c:d].mean(dim=(0, 1)) for c, d in columns]) for a, b in rows])
 
 
-def naive_released_newton(a: Tensor, iters: int = 20) -> Tensor:
+def naive_released_newton(a: Tensor) -> Tensor:
     """The released inverse of the normalised form for one sample ``(h, M, M)``, its halving loop included."""
     eye = torch.eye(a.shape[-1], dtype=a.dtype)
     alpha = 2 / a.sum(dim=-1).max() ** 2
@@ -103,6 +103,6 @@ def naive_released_newton(a: Tensor, iters: int = 20) -> Tensor:
             break
         alpha = alpha / 2
     x = alpha * a
-    for _ in range(iters):
+    for _ in range(20):
         x = 2 * x - x @ a @ x
     return x

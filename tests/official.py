@@ -83,8 +83,8 @@ def mini(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     return timm.create_model("soft_conv_tiny", pretrained=pretrained, **(MINI | kwargs)).eval()
 
 
-def official(tag: str = "soft_mini") -> dict[str, Tensor]:
-    return official_state_dict(official_shapes("soft_official", tag))
+def official() -> dict[str, Tensor]:
+    return official_state_dict(official_shapes("soft_official", "soft_mini"))
 
 
 def nested(prefix: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:

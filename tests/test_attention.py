@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import HALF_ERROR, enliven, gradients, loss_of, relative_error, through_file
+from small_models import HALF_ERROR, enliven, gradients, loss_of, relative_error, through_file
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode

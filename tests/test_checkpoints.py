@@ -163,7 +163,7 @@ def test_validation_opens_official_files(
 
 
 @pytest.mark.parametrize("num_classes", [0, 5, 10])
-def test_head_is_kept_where_it_fits_and_new_otherwise(num_classes: int, tmp_path: Path, images: Tensor) -> None:
+def test_head_is_kept_where_it_fits_and_new_otherwise(num_classes: int, tmp_path: Path) -> None:
     path = write({"model": official()}, tmp_path / "official.pth")
     source = door_overlay(path)
     model = mini(True, num_classes=num_classes, pretrained_cfg_overlay={"file": str(path)})
@@ -200,7 +200,7 @@ def test_position_tables_are_resized_from_their_own_grid(img_size: Any, tmp_path
     assert back.stages[0].pos_embed.shape == (1, 16, 16, 32)
 
 
-def test_flat_tables_of_another_shape_need_their_img_size(tmp_path: Path) -> None:
+def test_flat_tables_of_another_shape_need_their_img_size() -> None:
     weights, count = official(), {1: (40, 64), 2: (20, 32), 3: (10, 16), 4: (5, 8)}
     for stage, (height, width) in count.items():
         dim = weights[f"pos_embed{stage}"].shape[-1]

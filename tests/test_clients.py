@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from contract import PYRAMID, PYRAMIDS, SMALL_VIT, VIT
+from small_models import PYRAMID, PYRAMIDS, SMALL_VIT, VIT
 from torch import nn
 from torch.testing import assert_close
 

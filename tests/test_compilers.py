@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract import (
+from small_models import (
     HALF_ERROR,
     SIZE,
     close,

@@ -39,30 +39,11 @@ def randomise(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def test_table_cfgs_and_registry_agree() -> None:
-    assert NAMES == timm.list_models(module="cosformer_vit") == sorted(default_cfgs)
-
-
 @pytest.mark.parametrize(("size", "millions"), [("tiny", 5.72), ("small", 22.05), ("base", 86.57)])
 @pytest.mark.parametrize("family", ["cosformer", "cosformer2d"])
 def test_parameter_counts(family: str, size: str, millions: float) -> None:
     model = timm.create_model(f"{family}_vit_{size}_patch16_224", device="meta")
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 2) == millions
-
-
-@pytest.mark.parametrize("attention", ["cosformer", "cosformer2d"])
-@pytest.mark.parametrize("size", [(64, 64), (63, 63), (50, 100), (16, 48), (9, 9)])
-def test_any_image_size_works_and_every_pixel_counts(attention: str, size: tuple[int, int]) -> None:
-    model = MapVisionTransformer(64, num_classes=5, attention=attention, **SMALL).eval()
-    x = torch.randn(2, 3, *size)
-    out = model(x)
-    assert out.shape == (2, 5)
-    for corner in ((-1, -1), (0, -1), (-1, 0)):
-        changed = x.clone()
-        changed[:, :, corner[0], corner[1]] += 5
-        assert (model(changed) - out).abs().max() > 0
-    maps = model.forward_intermediates(x, intermediates_only=True)
-    assert [m.shape for m in maps] == [(2, 24, -(-size[0] // 16), -(-size[1] // 16))] * 2
 
 
 def test_without_padding_other_sizes_are_refused() -> None:
@@ -98,17 +79,10 @@ def test_intermediates_in_both_formats_and_as_dict() -> None:
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="unknown global_pool 'token'; choose one of"):
-        MapVisionTransformer(**SMALL, global_pool="token")
     with pytest.raises(ValueError, match="unknown attention 'cosfromer'; choose one of"):
         MapVisionTransformer(**SMALL, attention="cosfromer")
-    model = MapVisionTransformer(64, **SMALL)
-    with pytest.raises(ValueError, match="unknown global_pool 'map'"):
-        model.reset_classifier(3, "map")
-    with pytest.raises(ValueError, match="unknown output_fmt 'NHWC'; choose one of"):
-        model.forward_intermediates(torch.randn(1, 3, 64, 64), output_fmt="NHWC")
     with pytest.raises(ValueError, match="linear attention takes no mask"):
-        model.forward_intermediates(torch.randn(1, 3, 64, 64), is_causal=True)
+        MapVisionTransformer(64, **SMALL).forward_intermediates(torch.randn(1, 3, 64, 64), is_causal=True)
 
 
 # From timm's checkpoints

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from contract import PYRAMID, PYRAMIDS, SMALL_VIT, VIT
+from small_models import PYRAMID, PYRAMIDS, SMALL_VIT, VIT
 from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 from torch.testing import assert_close

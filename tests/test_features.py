@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import (
+from small_models import (
     CLASSES,
     SIZE,
     close,

@@ -1,6 +1,7 @@
 """The package as it is installed: import, registry, metadata, wheel, and a repository that can stand anywhere."""
 
 import configparser
+import importlib
 import importlib.machinery
 import json
 import os
@@ -16,9 +17,9 @@ from pathlib import Path
 import pytest
 import timm
 import yaml
-from contract import family_names
 from packaging.requirements import Requirement
 from packaging.version import Version
+from small_models import family_names
 
 import soft_models
 from soft_models.registry import registered_names
@@ -88,6 +89,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_import_warns_of_nothing() -> None:
     assert python("-W", "error", "-c", "import soft_models") == ""
+
+
+@pytest.mark.parametrize("family", ["soft", "pyramid", "cosformer_vit", "vvt"])
+def test_table_configurations_and_registry_agree(family: str) -> None:
+    module = importlib.import_module(f"soft_models.variants.{family}")
+    registered = [name for name in registered_names() if timm.model_entrypoint(name).__module__ == module.__name__]
+    assert sorted(module.VARIANTS) == sorted(registered) == sorted(module.default_cfgs)
 
 
 def test_import_adds_names_and_shadows_none_of_timm(imported: dict[str, object]) -> None:

@@ -68,9 +68,7 @@ def test_text_names_every_image_in_order(predict: Callable[..., Any], data: Path
     assert lines[1] == f"{100 * first['probability']:6.2f} %  {first['name']}"
 
 
-def test_table_has_a_row_for_each_class(
-    checkpoint: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_has_a_row_for_each_class(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     path = tmp_path / "new" / "result.csv"
     argv = [str(data / "val" / "a"), "--checkpoint", str(checkpoint), "--device", "cpu", "--results-file", str(path)]
     assert predict_main(argv) == 0

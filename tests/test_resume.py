@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -190,7 +191,7 @@ def test_two_runs_in_one_folder_are_refused(
     (tmp_path / "run").mkdir()
     hold = (
         "import pathlib, sys; from soft_models.commands.files import RunLock\n"
-        "with RunLock(pathlib.Path('run')): print('held', flush=True); sys.stdin.read()"
+        "with RunLock(pathlib.Path('run'), ''): print('held', flush=True); sys.stdin.read()"
     )
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": tmp_path}
     with subprocess.Popen([sys.executable, "-c", hold], env={**os.environ, "PYTHONPATH": str(ROOT)}, **pipes) as other:
@@ -198,7 +199,7 @@ def test_two_runs_in_one_folder_are_refused(
         assert other.stdout.readline() == "held\n"
         assert train("--epochs", "1") == 2
         other.communicate("")
-    assert "another run is writing to" in capsys.readouterr().err
+    assert re.search("another run is writing to .*; give --experiment another name", capsys.readouterr().err)
 
 
 def test_full_disk_leaves_the_last_checkpoint_whole(
@@ -263,7 +264,7 @@ def test_recovery_needs_the_same_steps(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("workers", "processes"), [(0, 1), (2, 1), (0, 2)])
 def test_run_killed_fifty_times_resumes_exactly(
-    data: Path, tmp_path: Path, command: list[str], workers: int, processes: int
+    tmp_path: Path, command: list[str], workers: int, processes: int
 ) -> None:
     """SIGKILL at random moments, until run after run is through; some of them while a file is written."""
     options = [*STATEFUL, "--epochs", "8", "--log-interval", "1", "-j", str(workers), "--resume", "auto", "-b", "4"]

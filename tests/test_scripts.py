@@ -334,7 +334,7 @@ def test_soft_trains_and_validates_at_another_size(
 
 
 def test_two_processes_count_every_image_once(
-    trained: Path, data: Path, command: list[str], tmp_path: Path, validate: Callable[..., dict[str, Any]]
+    command: list[str], tmp_path: Path, validate: Callable[..., dict[str, Any]]
 ) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
     options = ["--epochs", "1", "-b", "4", "--model-ema", "--model-ema-warmup"]

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from contract import family_names
+from small_models import family_names
 
 from soft_models import __main__ as command
 from soft_models.registry import registered_names
@@ -54,9 +54,7 @@ def test_published_accuracy_is_read_from_the_entry_point(rows: list[Row]) -> Non
     assert (accuracy["soft_tiny"], accuracy["soft_norm_tiny"]) == (79.3, 79.4)
 
 
-def test_command_prints_table_and_json(
-    rows: list[Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_prints_table_and_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "registered_names", lambda: ["soft_tiny"])
     assert command.main([]) == 0
     table = capsys.readouterr().out

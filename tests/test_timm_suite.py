@@ -3,7 +3,7 @@
 import pytest
 import timm
 import torch
-from contract import FAST, over_names
+from small_models import FAST, over_names
 from timm_suite import CHECKS, ONLY_CALLED, excused, returns_tokens, run_check
 
 from soft_models.registry import registered_names

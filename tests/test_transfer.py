@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-from contract import (
+from small_models import (
     blocks,
     close,
     full,

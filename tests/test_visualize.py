@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import timm
 import torch
-from contract import family_names
 from PIL import Image
+from small_models import family_names
 from torch import nn
 from torch.testing import assert_close
 
@@ -136,7 +136,7 @@ def test_coarse_maps_are_told_about_the_size(photo: Path, tmp_path: Path, capfd:
     assert "a larger --size" not in capfd.readouterr().err
 
 
-def test_checkpoint_of_a_training_run_names_its_model(photo: Path, tmp_path: Path) -> None:
+def test_checkpoint_of_a_training_run_names_its_model(tmp_path: Path) -> None:
     model = timm.create_model("soft_tiny", num_classes=3, img_size=32)
     args = {"model": "soft_tiny", "num_classes": 3, "model_kwargs": {"img_size": 32}}
     torch.save({"arch": "soft_tiny", "args": args, "state_dict": model.state_dict()}, tmp_path / "own.pth.tar")

@@ -352,7 +352,7 @@ class LocalConv(nn.Module):
 
     def forward(self, v: Tensor, feat_size: tuple[int, int]) -> Tensor:
         pad = self.weight.shape[-1] // 2
-        # As C groups of one channel, not h groups with the channels in the batch: several times faster on CPU.
+        # As C groups of one channel, not h groups with the channels in the batch: faster on CPUs.
         weight = self.weight.repeat_interleave(self.head_dim, dim=0)
         x = F.conv2d(tokens_to_map(v, feat_size), weight, padding=(pad, pad), groups=self.dim)
         return x.flatten(2).transpose(1, 2)

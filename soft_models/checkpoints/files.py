@@ -43,8 +43,8 @@ def read_checkpoint(path: str | Path, weights_only: bool = True) -> dict[str, An
             with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
                 warnings.simplefilter("ignore")  # remarks about the file, of which the user can change nothing
                 content = torch.load(file, map_location="cpu", weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(_why_refused(file, error)) from None
+    except pickle.UnpicklingError:
+        raise CheckpointError(_why_refused(file)) from None
     except Exception as error:  # damaged files raise what they like, down to AssertionError and struct.error
         raise CheckpointError(_unreadable(file, error)) from None
     if damaged:
@@ -83,7 +83,7 @@ def _unreadable(file: Path, error: BaseException) -> str:
     return f"{file} is not a readable checkpoint ({reason}); is the download complete?"
 
 
-def _why_refused(file: Path, error: BaseException) -> str:
+def _why_refused(file: Path) -> str:
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
     except Exception:  # not an archive at all: any error tells that

@@ -18,10 +18,6 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 
-class SaveError(RunStopped):
-    """A file could not be written; what it held before is untouched."""
-
-
 def temporary_name(path: Path) -> Path:
     """Where a file is written before it takes its place; the suffix stays, as some writers go by it."""
     return path.with_name(f".tmp-{path.name}")
@@ -34,7 +30,7 @@ def replacing(path: Path) -> Iterator[Path]:
     An error inside the block leaves ``path`` as it was.
 
     Raises:
-        SaveError: The disk is full, the folder read-only, or the like.
+        RunStopped: The disk is full, the folder read-only, or the like.
     """
     temporary = temporary_name(path)
     try:
@@ -54,7 +50,7 @@ def write_atomic(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Let ``write`` fill a file that takes the place of ``path`` only once it is whole and on the disk.
 
     Raises:
-        SaveError: As in ``replacing``, or ``write`` failed.
+        RunStopped: As in ``replacing``, or ``write`` failed.
     """
     with replacing(path) as temporary, temporary.open("wb") as file:
         try:
@@ -63,9 +59,9 @@ def write_atomic(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             raise _save_error(path, error) from error
 
 
-def _save_error(path: Path, error: Exception) -> SaveError:
+def _save_error(path: Path, error: Exception) -> RunStopped:
     before = "the file that was there is untouched" if path.exists() else "nothing was there before"
-    return SaveError(f"cannot write {path}: {' '.join(str(error).split())}; {before}")
+    return RunStopped(f"cannot write {path}: {' '.join(str(error).split())}; {before}")
 
 
 def _sync_folder(folder: Path) -> None:
@@ -82,7 +78,7 @@ def publish(source: Path, target: Path) -> None:
     """Give ``target`` the content of ``source``: by a hard link where the file system has them, else by a copy.
 
     Raises:
-        SaveError: As in ``write_atomic``.
+        RunStopped: As in ``write_atomic``.
     """
     temporary = temporary_name(target)
     try:
@@ -100,7 +96,7 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write rows with the columns that any of them has, in order of appearance.
 
     Raises:
-        SaveError: As in ``write_atomic``.
+        RunStopped: As in ``write_atomic``.
     """
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO(newline="")
@@ -129,7 +125,7 @@ def write_results(path: Path, content: Any, rows: Sequence[dict[str, Any]]) -> N
     """Write ``content`` as JSON, or ``rows`` as CSV for any other suffix than .json.
 
     Raises:
-        SaveError: As in ``write_atomic``.
+        RunStopped: As in ``write_atomic``.
     """
     if path.suffix == ".json":
         write_atomic(path, lambda file: file.write((json.dumps(content, indent=2) + "\n").encode()))
@@ -140,12 +136,16 @@ def write_results(path: Path, content: Any, rows: Sequence[dict[str, Any]]) -> N
 class RunLock:
     """Keeps a second run out of a folder while this process lives.
 
+    Args:
+        folder: The folder, which exists.
+        advice: What to do if another run has it.
+
     Raises:
         UsageError: Another run has the folder, on entering.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / ".lock"
+    def __init__(self, folder: Path, advice: str) -> None:
+        self.path, self.advice = folder / ".lock", advice
 
     def __enter__(self) -> "RunLock":
         self._file = self.path.open("a")
@@ -155,7 +155,7 @@ class RunLock:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.close()
-            raise UsageError(f"another run is writing to {self.path.parent}; give --experiment another name") from None
+            raise UsageError(f"another run is writing to {self.path.parent}; {self.advice}") from None
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -8,7 +8,7 @@ A run of training passes through the files like this::
       plan        options, data and checkpoint checked against each other, before anything is built
         sources     the splits: an image folder (folders, images) or a named dataset
         resume      the checkpoint to go on from (checkpoints.extras reads what training stored in it)
-      models      the model, with the weights that it starts from
+      models      the model, with the weights that it starts from (weights: which of a file's, and that they fit)
       run         loaders, learner, saver put together; then epoch after epoch
         data        datasets and loaders (sampling: which image when; augment: what happens to a batch)
         learner     model, optimizer, schedule, average

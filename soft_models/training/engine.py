@@ -25,10 +25,6 @@ from .sampling import derive_seed, seed_all
 _logger = logging.getLogger(__name__)
 
 
-class NonFiniteError(RunStopped):
-    """Loss or gradients stayed infinite or not a number; names the images of the batch."""
-
-
 @dataclass
 class Position:
     """Where a run is: the next step to take, and the sums of the epoch so far, of this process."""
@@ -89,7 +85,7 @@ def train_one_epoch(
         Images per second over all processes, or None if the epoch ended early.
 
     Raises:
-        NonFiniteError: More non-finite updates in a row than allowed.
+        RunStopped: More non-finite updates in a row than allowed.
     """
     learner.module.train()
     steps = len(setup.loader)
@@ -163,7 +159,7 @@ def _check_finite(
     names = [setup.report.source.name(index) for batch in batches for index in batch.indices]
     _logger.warning("loss %s, gradient norm %s at update %d: left out", loss, norm, position.updates)
     if position.nonfinite > setup.skip_nonfinite:
-        raise NonFiniteError(
+        raise RunStopped(
             f"loss {loss} and gradient norm {norm} in epoch {position.epoch}, step {position.step}, with "
             f"{position.nonfinite} such updates in a row and --skip-nonfinite {setup.skip_nonfinite}; lower the "
             f"learning rate, clip gradients, or look at these images: {', '.join(names)}"

@@ -42,7 +42,7 @@ class CheckpointSaver:
         """Save the end of an epoch; without a finite metric it is ``last`` only, and never best.
 
         Raises:
-            SaveError: The disk is full or the like; earlier checkpoints are untouched.
+            RunStopped: The disk is full or the like; earlier checkpoints are untouched.
         """
         if metric is not None and not math.isfinite(metric):
             _logger.warning("metric %s of epoch %d is not a finite number: not ranked", metric, epoch)
@@ -59,7 +59,7 @@ class CheckpointSaver:
         """Save a position within an epoch, in place of the one before.
 
         Raises:
-            SaveError: The disk is full or the like; earlier checkpoints are untouched.
+            RunStopped: The disk is full or the like; earlier checkpoints are untouched.
         """
         path = self.folder / f"recovery-{epoch}-{step}{SUFFIX}"
         state = {**state, "epoch": epoch, "saver": self.state_dict(None, None)}

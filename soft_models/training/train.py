@@ -51,8 +51,7 @@ def train(cfg: TrainConfig) -> int:
 
     Raises:
         UsageError: Something in the configuration, the data or a checkpoint is wrong.
-        NonFiniteError: The loss stopped being a number.
-        SaveError: A checkpoint could not be written.
+        RunStopped: The loss stopped being a number, or a checkpoint could not be written.
     """
     with running(cfg) as runtime, StopRequest() as stop:
         plan = make_plan(cfg, runtime)
@@ -63,7 +62,7 @@ def train(cfg: TrainConfig) -> int:
         if not runtime.is_primary:
             return train_in_folder(plan, prepared, folder, stop)
         make_folder(folder)
-        with RunLock(folder):
+        with RunLock(folder, "give --experiment another name"):
             return train_in_folder(plan, prepared, folder, stop)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from soft_models.checkpoints import read_checkpoint
-from soft_models.checkpoints.extras import constructor_arguments, stored_extras, stored_options
+from soft_models.checkpoints.extras import PREPROCESSING, constructor_arguments, stored_extras, stored_options
 from soft_models.errors import UsageError
 
 from .config import TrainedConfig, check_counts
@@ -79,13 +79,10 @@ def read_stored(cfg: TrainedT) -> tuple[TrainedT, Stored]:
     key, weights = choose_weights(checkpoint, cfg.use_ema, cfg.checkpoint)
     stored = Stored(
         weights, key, constructor_arguments(checkpoint, name), extras.get("classes"),
-        extras.get("data_config") or {key: options[key] for key in _INPUT_OPTIONS if options.get(key)},
+        extras.get("data_config") or {key: options[key] for key in ("img_size", *PREPROCESSING) if options.get(key)},
         extras.get("input_img_mode"),
     )  # fmt: skip
     return replace(cfg, model=name), stored
-
-
-_INPUT_OPTIONS = ("img_size", "input_size", "crop_pct", "crop_mode", "mean", "std", "interpolation")
 
 
 def load_trained(cfg: TrainedConfig, stored: Stored) -> Any:

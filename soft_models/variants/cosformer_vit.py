@@ -23,24 +23,21 @@ VARIANTS |= {
 }
 
 
-def _cfg(**kwargs: Any) -> dict[str, Any]:
-    return {
-        "input_size": (3, 224, 224),
-        "min_input_size": (3, 32, 32),
-        "pool_size": None,
-        "crop_pct": 0.9,
-        "interpolation": "bicubic",
-        "mean": IMAGENET_DEFAULT_MEAN,
-        "std": IMAGENET_DEFAULT_STD,
-        "first_conv": "patch_embed.proj",
-        "classifier": "head",
-        "paper_ids": "arXiv:2202.08791",
-        "origin_url": "https://github.com/OpenNLPLab/cosFormer",
-        **kwargs,
-    }
+CFG: dict[str, Any] = {
+    "input_size": (3, 224, 224),
+    "min_input_size": (3, 32, 32),
+    "pool_size": None,
+    "crop_pct": 0.9,
+    "interpolation": "bicubic",
+    "mean": IMAGENET_DEFAULT_MEAN,
+    "std": IMAGENET_DEFAULT_STD,
+    "first_conv": "patch_embed.proj",
+    "classifier": "head",
+    "paper_ids": "arXiv:2202.08791",
+    "origin_url": "https://github.com/OpenNLPLab/cosFormer",
+}
 
-
-default_cfgs = generate_default_cfgs({name: _cfg() for name in VARIANTS})
+default_cfgs = generate_default_cfgs(dict.fromkeys(VARIANTS, CFG))
 
 
 def _create_cosformer_vit(variant: str, pretrained: bool = False, **kwargs: Any) -> MapVisionTransformer:

@@ -6,15 +6,15 @@ from timm.models import generate_default_cfgs, register_model
 
 from soft_models.pyramid import PyramidTransformer
 from soft_models.variants.build import build_variant
+from soft_models.variants.soft import SOFT_CFG
 from soft_models.variants.soft import VARIANTS as SOFT_VARIANTS
-from soft_models.variants.soft import soft_cfg
 
 OTHERS = ("softmax", "linformer", "performer", "nystromformer", "cosformer", "cosformer2d", "vicinity")
 VARIANTS: dict[str, dict[str, Any]] = {
     f"pyramid_tiny_{attention}": SOFT_VARIANTS["soft_tiny"] | {"attention": attention} for attention in OTHERS
 }
 
-default_cfgs = generate_default_cfgs({name: soft_cfg() for name in VARIANTS})
+default_cfgs = generate_default_cfgs(dict.fromkeys(VARIANTS, SOFT_CFG))
 
 
 def _create_pyramid(variant: str, pretrained: bool, **kwargs: Any) -> PyramidTransformer:

@@ -24,22 +24,19 @@ VARIANTS["soft_conv_base"] = VARIANTS["soft_conv_small"] | {"depths": (1, 3, 20,
 VARIANTS |= {name.replace("soft_", "soft_norm_"): row | {"attention": "soft_norm"} for name, row in VARIANTS.items()}
 
 
-def soft_cfg(**kwargs: Any) -> dict[str, Any]:
-    """timm configuration of a model with SOFT's body."""
-    return {
-        "input_size": (3, 224, 224),
-        "pool_size": (7, 7),
-        "crop_pct": 0.875,  # 224 of 256, as the paper evaluates
-        "interpolation": "bicubic",
-        "first_conv": "patch_embed.0.0",
-        "classifier": "head",
-        "paper_ids": "arXiv:2110.11945",
-        "origin_url": "https://github.com/fudan-zvg/SOFT",
-        **kwargs,
-    }
+# timm configuration of a model with SOFT's body.
+SOFT_CFG: dict[str, Any] = {
+    "input_size": (3, 224, 224),
+    "pool_size": (7, 7),
+    "crop_pct": 0.875,  # 224 of 256, as the paper evaluates
+    "interpolation": "bicubic",
+    "first_conv": "patch_embed.0.0",
+    "classifier": "head",
+    "paper_ids": "arXiv:2110.11945",
+    "origin_url": "https://github.com/fudan-zvg/SOFT",
+}
 
-
-default_cfgs = generate_default_cfgs({name: soft_cfg() for name in VARIANTS})
+default_cfgs = generate_default_cfgs(dict.fromkeys(VARIANTS, SOFT_CFG))
 
 
 def _create_soft(variant: str, pretrained: bool, **kwargs: Any) -> PyramidTransformer:

@@ -18,21 +18,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
 # fmt: on
 
 
-def _cfg(**kwargs: Any) -> dict[str, Any]:
-    return {
-        "input_size": (3, 224, 224),
-        "pool_size": (7, 7),
-        "crop_pct": 0.875,  # 224 of 256, as the official code evaluates
-        "interpolation": "bicubic",
-        "first_conv": "patch_embed.proj",
-        "classifier": "head",
-        "paper_ids": "arXiv:2206.10552",
-        "origin_url": "https://github.com/OpenNLPLab/Vicinity-Vision-Transformer",
-        **kwargs,
-    }
+CFG: dict[str, Any] = {
+    "input_size": (3, 224, 224),
+    "pool_size": (7, 7),
+    "crop_pct": 0.875,  # 224 of 256, as the official code evaluates
+    "interpolation": "bicubic",
+    "first_conv": "patch_embed.proj",
+    "classifier": "head",
+    "paper_ids": "arXiv:2206.10552",
+    "origin_url": "https://github.com/OpenNLPLab/Vicinity-Vision-Transformer",
+}
 
-
-default_cfgs = generate_default_cfgs({name: _cfg() for name in VARIANTS})
+default_cfgs = generate_default_cfgs(dict.fromkeys(VARIANTS, CFG))
 
 
 def _create_vvt(variant: str, pretrained: bool, **kwargs: Any) -> VicinityVisionTransformer:
