@@ -24,17 +24,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument("--update", type=Path, metavar="FILE", help="rewrite the table in a file, between its markers")
     args = parser.parse_args(argv)
-    rows = [describe(name) for name in registered_names()]
+    rows = map(describe, registered_names())  # one by one, as each takes a second
     if args.update:
         try:
-            text = replace_table(args.update.read_text(encoding="utf-8"), markdown(rows))
+            text = replace_table(args.update.read_text(encoding="utf-8"), "\n".join(markdown(rows)))
         except (OSError, ValueError) as error:
             parser.error(f"{args.update}: {error}")
         args.update.write_text(text, encoding="utf-8")
     elif args.json:
         sys.stdout.write(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     else:
-        sys.stdout.write(markdown(rows) + "\n")
+        for line in markdown(rows):
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
     return 0
 
 

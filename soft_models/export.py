@@ -72,7 +72,10 @@ def export(cfg: ExportConfig) -> int:
         UsageError: Something in the configuration or the checkpoint is wrong, or a library is missing.
         RunStopped: The model cannot be exported, or the written file gives other outputs.
     """
-    path = Path(cfg.output or f"{safe_model_name(cfg.model or 'model')}.{'onnx' if cfg.format == 'onnx' else 'pt2'}")
+    suffix = ".onnx" if cfg.format == "onnx" else ".pt2"
+    path = Path(cfg.output or safe_model_name(cfg.model or "model") + suffix)
+    if path.suffix != suffix:
+        raise UsageError(f"--output must end in {suffix} for --format {cfg.format}, got {cfg.output!r}")
     if path.exists() and not cfg.overwrite:
         raise UsageError(f"{path} exists; give --output another name, or --overwrite")
     make_folder(path.parent)

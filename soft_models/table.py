@@ -1,7 +1,7 @@
 """The table of the registered models, counted from the code."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import timm
@@ -57,20 +57,17 @@ def describe(name: str) -> Row:
     )
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """The rows as a table."""
-    lines = [
-        "| name | parameters | multiply-adds | of which the inverse | image | top-1 as published |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
+def markdown(rows: Iterable[Row]) -> Iterator[str]:
+    """The rows as the lines of a table."""
+    yield "| name | parameters | multiply-adds | of which the inverse | image | top-1 as published |"
+    yield "|---|---:|---:|---:|---:|---:|"
     for row in rows:
         inverse = f"{row.inverse_multiply_adds / 1e9:.2f} G" if row.inverse_multiply_adds else "-"
         top1 = "-" if row.published_top1 is None else f"{row.published_top1:.1f} %"
-        lines.append(
+        yield (
             f"| `{row.name}` | {row.parameters / 1e6:.2f} M | {row.multiply_adds / 1e9:.2f} G | {inverse} "
             f"| {row.img_size} | {top1} |"
         )
-    return "\n".join(lines)
 
 
 def replace_table(text: str, table: str) -> str:

@@ -230,7 +230,7 @@ def with_cross(panel: Image.Image, photo: Image.Image, point: tuple[float, float
 def draw_sheet(rows: Sequence[tuple[str, Sequence[tuple[str, Image.Image]]]]) -> Image.Image:
     """Rows of panels, each row and each panel with its title, and the scale of the colours below."""
     large, small = ImageFont.load_default(15), ImageFont.load_default(12)
-    line, bar = 22, 60
+    line, bar = 22, 48
     widths = [sum(panel.width + GAP for _, panel in panels) for _, panels in rows]
     heights = [2 * line + max(panel.height for _, panel in panels) + GAP for _, panels in rows]
     sheet = Image.new("RGB", (max([*widths, 420]) + GAP, sum(heights) + bar), "white")

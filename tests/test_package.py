@@ -98,6 +98,12 @@ def test_table_configurations_and_registry_agree(family: str) -> None:
     assert sorted(module.VARIANTS) == sorted(registered) == sorted(module.default_cfgs)
 
 
+def test_import_is_not_lost_to_a_folder_of_the_same_name(tmp_path: Path) -> None:
+    (tmp_path / "soft_models").mkdir()  # as a clone beside the script that imports
+    code = "import soft_models, timm; print(timm.is_model('soft_tiny'))"
+    assert python("-c", code, cwd=tmp_path).strip() == "True"
+
+
 def test_import_adds_names_and_shadows_none_of_timm(imported: dict[str, object]) -> None:
     assert imported["lost"] == []
     assert imported["shadowed"] == []

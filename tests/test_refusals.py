@@ -32,6 +32,8 @@ REFUSALS = {
     "device": (["--device", "cuda:9x"], "--device must be cpu, cuda, cuda:N or mps, got 'cuda:9x'"),
     "module": (["--device-modules", "no_such_module"], "cannot import 'no_such_module'"),
     "lr": (["--lr", "fast"], "lr must be float, got 'fast'"),
+    "rate": (["--lr", "-1"], "--lr must be at least 0, got -1.0"),
+    "folder of weights": (["--pretrained-path", "."], "'.' is a folder: name the checkpoint file"),
     "weights": (
         ["--model", "soft_tiny", "--pretrained"],
         "no weights come with soft_tiny: give a file",
@@ -49,6 +51,18 @@ def test_mistakes_are_refused_before_the_model_is_built(
     error = capsys.readouterr().err
     assert message in error
     assert error.splitlines()[-1].startswith("train.py: error: ")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--pretrained-path", "none.pth"], ["--initial-checkpoint", "none.pth"], ["--resume", "none.pth"], ["--lr", "-1"]],
+)
+def test_what_needs_no_data_is_refused_before_they_are_read(
+    train: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
+    monkeypatch.setattr("soft_models.training.plan.open_train_splits", lambda cfg: pytest.fail("data were read"))
+    assert train(*argv) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_output_that_cannot_be_written_to_is_refused(

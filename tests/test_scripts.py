@@ -169,6 +169,16 @@ def test_rate_in_the_log_is_the_one_asked_for(train: Callable[..., int], tmp_pat
     assert [float(row["lr"]) for row in rows(tmp_path / "run")] == [0.01]
 
 
+def test_few_updates_and_epochs_beyond_those_asked_for_are_told(
+    train: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--epochs", "1", "--cooldown-epochs", "2") == 0
+    error = capsys.readouterr().err
+    assert "3 epochs (--epochs 1, and 2 of cooldown or warm-up prefix) of 4 steps" in error
+    assert "12 updates in all, in which a model may learn little: raise --epochs or --lr" in error
+    assert learner.few_note(500) == ""
+
+
 def test_plateau_without_warmup_starts_at_the_rate_asked_for(train: Callable[..., int], tmp_path: Path) -> None:
     assert train("--sched", "plateau", "--epochs", "2", "--lr", "0.01") == 0
     assert [float(row["lr"]) for row in rows(tmp_path / "run")] == [0.01, 0.01]
@@ -282,6 +292,17 @@ def test_images_per_second_count_every_accumulated_step(
     monkeypatch.setattr(progress.Progress, "show", show)
     assert train("--epochs", "1", "-b", "4", "--grad-accum-steps", "4") == 0
     assert shown == [(4, 16), (6, 8)]
+
+
+def test_a_log_of_slow_steps_is_not_silent(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "soft_models")
+    bar = progress.Progress("epoch 0", 12, interval=50, enabled=True)
+    bar.show(1, 4)
+    assert not caplog.records
+    bar.shown -= progress.PATIENCE
+    for step in (2, 3):
+        bar.show(step, 4)
+    assert [record.getMessage()[:13] for record in caplog.records] == ["epoch 0: 2/12"]
 
 
 def test_a_log_has_a_line_for_each_interval_passed(caplog: pytest.LogCaptureFixture) -> None:

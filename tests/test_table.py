@@ -32,14 +32,14 @@ def test_page_lists_every_model() -> None:
 
 
 def test_page_holds_the_counts_of_each_family(rows: list[Row]) -> None:
-    missing = [line for line in markdown(rows).splitlines()[2:] if line not in page_rows()]
+    missing = [line for line in list(markdown(rows))[2:] if line not in page_rows()]
     assert not missing, "the table is stale: run `make table`"
 
 
 @pytest.mark.slow
 def test_page_holds_the_table_of_the_code() -> None:
     text = MODELS.read_text(encoding="utf-8")
-    table = markdown([describe(name) for name in registered_names()])
+    table = "\n".join(markdown(map(describe, registered_names())))
     assert replace_table(text, table) == text, "the table is stale: run `make table`"
 
 
@@ -62,6 +62,21 @@ def test_command_prints_table_and_json(monkeypatch: pytest.MonkeyPatch, capsys: 
     (row,) = json.loads(capsys.readouterr().out)
     assert row["name"] == "soft_tiny"
     assert f"| `soft_tiny` | {row['parameters'] / 1e6:.2f} M |" in table
+
+
+def test_rows_come_as_they_are_counted(
+    rows: list[Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[int] = []
+
+    def describe(name: str) -> Row:
+        shown.append(len(capsys.readouterr().out.splitlines()))
+        return rows[0]
+
+    monkeypatch.setattr(command, "registered_names", lambda: ["a", "b", "c"])
+    monkeypatch.setattr(command, "describe", describe)
+    assert command.main([]) == 0
+    assert shown == [2, 1, 1]
 
 
 def test_update_rewrites_between_the_markers_only(

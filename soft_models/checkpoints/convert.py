@@ -121,11 +121,14 @@ def check_fit(
     if missing or unexpected or misfits:
         matched = len(own.keys() & weights.keys()) - len(misfits)
         parts = [f"{matched} of the model's {len(own)} tensors match"]
-        parts += [
-            f"{len(names)} {what}: {some_of(names)}"
-            for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", misfits))
-            if names
-        ]
+        if not matched:
+            parts.append(f"the file is of another model, it has {some_of(weights)}")
+        else:
+            parts += [
+                f"{len(names)} {what}: {some_of(names)}"
+                for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", misfits))
+                if names
+            ]
         names = matching_names(weights)
         if getattr(model, "pretrained_cfg", {}).get("architecture") not in names:
             parts = parts if not names else []  # what differs between two models is long, and helps nobody

@@ -4,7 +4,8 @@ import argparse
 import pickle
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from soft_models.errors import CheckpointError, some_of
 
-__all__ = ["EMA_KEYS", "RAW_KEYS", "find_weights", "read_checkpoint"]
+__all__ = ["EMA_KEYS", "RAW_KEYS", "find_weights", "naming", "read_checkpoint", "require_file"]
 
 EMA_KEYS = ("state_dict_ema", "model_ema")
 RAW_KEYS = ("state_dict", "model")
@@ -32,9 +33,7 @@ def read_checkpoint(path: str | Path, weights_only: bool = True) -> dict[str, An
     Raises:
         CheckpointError: There is no such file, it is damaged, holds no dict, or needs ``weights_only=False``.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise CheckpointError(f"no checkpoint file {str(path)!r}")
+    file = require_file(path)
     try:
         damaged = damaged_parts(file)
         if file.suffix == ".safetensors":
@@ -52,6 +51,29 @@ def read_checkpoint(path: str | Path, weights_only: bool = True) -> dict[str, An
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} must hold a dict of tensors, got {type(content).__name__}")
     return dict(content)
+
+
+def require_file(path: str | Path) -> Path:
+    """The path of a checkpoint file.
+
+    Raises:
+        CheckpointError: There is no such file.
+    """
+    file = Path(path)
+    if file.is_dir():
+        raise CheckpointError(f"{str(path)!r} is a folder: name the checkpoint file")
+    if not file.is_file():
+        raise CheckpointError(f"no checkpoint file {str(path)!r}")
+    return file
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Put the file's name before what is said to be wrong with its weights."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 def damaged_parts(file: Path) -> list[str]:
@@ -79,8 +101,8 @@ def _agrees(archive: zipfile.ZipFile, part: zipfile.ZipInfo) -> bool:
 
 def _unreadable(file: Path, error: BaseException) -> str:
     text = " ".join(str(error).split()).split(". ")[0]
-    reason = text[:200] if any(map(str.isalpha, text)) else type(error).__name__
-    return f"{file} is not a readable checkpoint ({reason}); is the download complete?"
+    reason = f" ({text[:200]})" if any(map(str.isalpha, text)) and not isinstance(error, LookupError) else ""
+    return f"{file} is not a readable checkpoint{reason}; is the download complete?"
 
 
 def _why_refused(file: Path) -> str:

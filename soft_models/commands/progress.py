@@ -8,6 +8,7 @@ import time
 _logger = logging.getLogger(__name__)
 
 WIDTH = 24
+PATIENCE = 60  # seconds after which there is a line in any case
 
 
 class Progress:
@@ -43,8 +44,8 @@ class Progress:
             bar = "#" * filled + "." * (WIDTH - filled)
             sys.stderr.write(f"\r\033[K{self.title} [{bar}] {self.text(step, values)}")
             sys.stderr.flush()
-        elif not self.bar and step // self.interval > self.lines:
-            self.lines = step // self.interval
+        elif not self.bar and (step // self.interval > self.lines or time.perf_counter() - self.shown > PATIENCE):
+            self.lines, self.shown = step // self.interval, time.perf_counter()
             _logger.info("%s: %s", self.title, self.text(step, values))
 
     def close(self) -> None:

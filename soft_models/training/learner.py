@@ -194,6 +194,17 @@ def build_criterion(cfg: TrainConfig, mixes: bool) -> nn.Module:
     return LabelSmoothingCrossEntropy(cfg.smoothing) if cfg.smoothing else nn.CrossEntropyLoss()
 
 
+FEW_UPDATES = 500
+
+
+def few_note(total_updates: int) -> str:
+    """What to know about a run of few updates; empty for others."""
+    if total_updates >= FEW_UPDATES:
+        return ""
+    little = f"{total_updates} updates in all, in which a model may learn little"
+    return f"{little}: raise --epochs or --lr, or lower --batch-size"
+
+
 def ema_note(cfg: TrainConfig, total_updates: int) -> str:
     """What to know about averaged weights in a short run; empty where there is nothing to say."""
     if not cfg.model_ema or cfg.model_ema_warmup:

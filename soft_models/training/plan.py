@@ -6,6 +6,7 @@ from pathlib import Path
 
 from timm.optim import list_optimizers
 
+from soft_models.checkpoints.files import require_file
 from soft_models.errors import UsageError, some_of, suggestion
 
 from .config import TrainConfig, check_counts
@@ -41,12 +42,14 @@ def make_plan(cfg: TrainConfig, runtime: Runtime) -> Plan:
     check_optimizer(cfg)
     check_counts(cfg, 1, "epochs", "grad_accum_steps", "checkpoint_hist", "val_interval", "log_interval")
     check_counts(cfg, 1, "batch_size", "validation_batch_size")
-    check_counts(cfg, 0, "workers")
+    check_counts(cfg, 0, "workers", "lr")
+    found = find_resume(cfg, Path(cfg.output) / cfg.experiment if cfg.experiment else None)
+    for path in (cfg.pretrained_path, cfg.initial_checkpoint):
+        if path and not found:
+            require_file(path)
     splits = open_train_splits(cfg)
     check_batch_size(len(splits[0].source), cfg.batch_size, runtime.world_size, splits[0].name)
     cfg = replace(cfg, num_classes=head_classes(cfg, splits[0].classes), lr=global_rate(cfg, runtime.world_size))
-    folder = Path(cfg.output) / cfg.experiment if cfg.experiment else None
-    found = find_resume(cfg, folder)
     if found:
         check_resume(found[1], cfg, splits[0].classes, found[0])
         log_changes(found[1], cfg)

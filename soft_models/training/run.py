@@ -207,10 +207,10 @@ def finish_epoch(run: Run, rate: float) -> None:
         return
     if run.scalars is not None:
         scalars = {name: value for name, value in row.items() if name != "epoch"}
-        run.scalars.add(epoch, {**scalars, "images_per_second": rate})
+        run.scalars.add(epoch, scalars | ({"images_per_second": rate} if rate else {}))
     run.saver.save_epoch(state, epoch, metric, row)
     values = ", ".join(f"{name} {value:.4g}" for name, value in row.items() if name != "epoch")
-    _logger.info("epoch %d: %s, %.0f img/s", epoch, values, rate)
+    _logger.info("epoch %d: %s%s", epoch, values, f", {rate:.0f} img/s" if rate else "")
 
 
 def validate_epoch(run: Run) -> dict[str, EvalResult]:

@@ -26,7 +26,7 @@ from soft_models.commands.files import RunLock, make_folder, write_atomic
 from soft_models.commands.script import run_script
 
 from .config import TrainConfig, to_yaml
-from .learner import ema_note
+from .learner import ema_note, few_note
 from .models import build_train_model, check_input, input_config, starting_arguments
 from .plan import Plan, make_plan
 from .run import Prepared, Run, build_run, run_epochs
@@ -102,8 +102,11 @@ def train_in_folder(plan: Plan, prepared: Prepared, folder: Path, stop: StopRequ
         report_best(run)
         return 0
     steps = len(run.batches)
-    _logger.info("%d epochs of %d steps, writing to %s", learner.num_epochs, steps, folder)
-    if note := ema_note(cfg, learner.num_epochs * -(-steps // cfg.grad_accum_steps)):
+    more = learner.num_epochs - cfg.epochs
+    added = f" (--epochs {cfg.epochs}, and {more} of cooldown or warm-up prefix)" if more > 0 else ""
+    _logger.info("%d epochs%s of %d steps, writing to %s", learner.num_epochs, added, steps, folder)
+    updates = learner.num_epochs * -(-steps // cfg.grad_accum_steps)
+    for note in filter(None, (few_note(updates), ema_note(cfg, updates))):
         _logger.warning("%s", note)
     if plan.runtime.is_primary:
         resolved = replace(cfg, output=str(folder.parent), experiment=folder.name)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from timm.models import build_model_with_cfg, get_pretrained_cfg
@@ -9,6 +10,7 @@ from torch import nn
 
 from soft_models.checkpoints import checkpoint_filter_fn, find_weights, read_checkpoint
 from soft_models.checkpoints.extras import constructor_arguments, pretrained_settings
+from soft_models.checkpoints.files import naming
 from soft_models.memory import keep_small_buffers
 
 __all__ = ["build_variant"]
@@ -64,22 +66,24 @@ def build_variant(
     overlay, stored = dict(given), {}
     if given.get("file"):
         content = read_checkpoint(given["file"])
-        _, weights = find_weights(content)
+        with naming(given["file"]):
+            _, weights = find_weights(content)
         overlay = {**pretrained_settings(content), **given}
         stored = constructor_arguments(content, variant)
     filter_fn = filter_for(overlay)
     if overlay.pop("file", None):
         overlay["state_dict"] = weights
-    model = build_model_with_cfg(
-        model_cls,
-        variant,
-        pretrained,
-        pretrained_cfg=pretrained_cfg,
-        pretrained_cfg_overlay=overlay or None,
-        pretrained_filter_fn=filter_fn,
-        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
-        **{**model_args, **stored, **kwargs},
-    )
+    with naming(given["file"]) if given.get("file") else nullcontext():
+        model = build_model_with_cfg(
+            model_cls,
+            variant,
+            pretrained,
+            pretrained_cfg=pretrained_cfg,
+            pretrained_cfg_overlay=overlay or None,
+            pretrained_filter_fn=filter_fn,
+            feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
+            **{**model_args, **stored, **kwargs},
+        )
     if given.get("file"):  # the file's name in the place of its tensors
         for cfg in (model.pretrained_cfg, getattr(getattr(model, "model", None), "pretrained_cfg", {})):
             if cfg.pop("state_dict", None) is not None:
