@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from soft_models.commands.script import run_script
+from soft_models.errors import UsageError
 from soft_models.registry import registered_names
 from soft_models.table import describe, markdown, replace_table
 
@@ -23,13 +25,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m soft_models", description="List the models of soft_models.")
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument("--update", type=Path, metavar="FILE", help="rewrite the table in a file, between its markers")
-    args = parser.parse_args(argv)
+    return run_script("python -m soft_models", lambda: run(parser.parse_args(argv)))
+
+
+def run(args: argparse.Namespace) -> int:
+    """List the models as asked for."""
     rows = map(describe, registered_names())  # one by one, as each takes a second
     if args.update:
         try:
             text = replace_table(args.update.read_text(encoding="utf-8"), "\n".join(markdown(rows)))
         except (OSError, ValueError) as error:
-            parser.error(f"{args.update}: {error}")
+            raise UsageError(f"{args.update}: {error}") from None
         args.update.write_text(text, encoding="utf-8")
     elif args.json:
         sys.stdout.write(json.dumps([asdict(row) for row in rows], indent=2) + "\n")

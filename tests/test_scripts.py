@@ -21,6 +21,24 @@ from soft_models.training import learner, run
 from soft_models.training.engine import EvalResult
 
 
+def test_reader_that_has_enough_ends_a_command_without_a_word(tmp_path: Path) -> None:
+    code = (
+        "import sys; from soft_models.commands.script import run_script\n"
+        "work = lambda: sum(sys.stdout.write('line\\n') for _ in range(100_000))\n"
+        "sys.exit(run_script('work', work))"
+    )
+    line = f'{sys.executable} -c "$CODE" | head -1; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(
+        ["bash", "-c", line],
+        env={**os.environ, "CODE": code},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (141, "line\n", "")
+
+
 def test_files_are_those_of_timm(trained: Path) -> None:
     names = {path.name for path in trained.iterdir() if "tfevents" not in path.name}
     checkpoints = {"checkpoint-0.pth.tar", "checkpoint-1.pth.tar", "last.pth.tar", "model_best.pth.tar"}

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -9,7 +10,10 @@ from soft_models.errors import CheckpointError, RunStopped, UsageError
 
 
 def run_script(name: str, work: Callable[[], int]) -> int:
-    """Exit code of ``work``: 2 and one line for a caller's mistake, 1 and one line for a run that had to stop."""
+    """Exit code of ``work``: 2 and one line for a caller's mistake, 1 and one line for a run that had to stop.
+
+    Where nobody reads the output any more it is a shell's 141, without a word.
+    """
     try:
         return work()
     except (UsageError, CheckpointError) as error:
@@ -19,6 +23,9 @@ def run_script(name: str, work: Callable[[], int]) -> int:
     except RunStopped as error:
         sys.stderr.write(f"{name}: stopped: {error}\n")
         return 1
+    except BrokenPipeError:  # whatever reads the output, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at the end
+        return 128 + signal.SIGPIPE
 
 
 def setup_logging(rank: int = 0) -> None:
