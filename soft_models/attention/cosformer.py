@@ -163,7 +163,6 @@ def cosformer_attention(
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
     max_len: int | None = None,
-    eps: float = EPS,
 ) -> Tensor:
     """cosFormer attention over a sequence (Qin et al. 2022, arXiv:2202.08791).
 
@@ -182,7 +181,6 @@ def cosformer_attention(
         key_padding_mask: ``(B, N_k)``, True for keys to leave out.
         max_len: M. None for the longer of the two lengths, as released; the weights of old positions then change as a
             sequence grows, which a fixed M avoids.
-        eps: Lower bound of the normaliser.
 
     Returns:
         ``(B, h, N, d_v)`` in the dtype of ``v``.
@@ -190,7 +188,7 @@ def cosformer_attention(
     Raises:
         ValueError: ``causal`` with two lengths, or a sequence longer than ``max_len``.
     """
-    return attend_raster(features(q), features(k), dense(v), causal, key_padding_mask, max_len, eps).to(v.dtype)
+    return attend_raster(features(q), features(k), dense(v), causal, key_padding_mask, max_len).to(v.dtype)
 
 
 def attend_raster(
@@ -200,7 +198,6 @@ def attend_raster(
     causal: bool,
     key_padding_mask: Tensor | None,
     max_len: int | None,
-    eps: float = EPS,
 ) -> Tensor:
     """:func:`cosformer_attention` of features and values that are in their final precision."""
     N, N_k = q.shape[-2], k.shape[-2]
@@ -216,11 +213,11 @@ def attend_raster(
         v = v.masked_fill(key_padding_mask[:, None, :, None], 0.0)
     table_q, table_k = raster_table(N, length, q), raster_table(N_k, length, k)
     if causal:
-        return causal_linear_attention(reweight(q, table_q), reweight(k, table_k), v, eps)
-    return reweighted_attention(q, k, v, table_q, table_k, eps)
+        return causal_linear_attention(reweight(q, table_q), reweight(k, table_k), v)
+    return reweighted_attention(q, k, v, table_q, table_k)
 
 
-def cosformer2d_attention(q: Tensor, k: Tensor, v: Tensor, feat_size: tuple[int, int], eps: float = EPS) -> Tensor:
+def cosformer2d_attention(q: Tensor, k: Tensor, v: Tensor, feat_size: tuple[int, int]) -> Tensor:
     """cosFormer attention over a map: the cosines of row and column distance, summed.
 
     The weight of key j for query i is::
@@ -236,18 +233,17 @@ def cosformer2d_attention(q: Tensor, k: Tensor, v: Tensor, feat_size: tuple[int,
         k: Keys, ``(B, h, N, d)``.
         v: Values, ``(B, h, N, d_v)``.
         feat_size: ``(H, W)``.
-        eps: Lower bound of the normaliser.
 
     Returns:
         ``(B, h, N, d_v)`` in the dtype of ``v``.
     """
-    return attend_map(features(q), features(k), dense(v), feat_size, eps).to(v.dtype)
+    return attend_map(features(q), features(k), dense(v), feat_size).to(v.dtype)
 
 
-def attend_map(q: Tensor, k: Tensor, v: Tensor, feat_size: tuple[int, int], eps: float = EPS) -> Tensor:
+def attend_map(q: Tensor, k: Tensor, v: Tensor, feat_size: tuple[int, int]) -> Tensor:
     """:func:`cosformer2d_attention` of features and values that are in their final precision."""
     table = map_table(q.shape[-2], feat_size, q)
-    return reweighted_attention(q, k, v, table, table, eps)
+    return reweighted_attention(q, k, v, table, table)
 
 
 def dense(x: Tensor) -> Tensor:
@@ -269,7 +265,7 @@ def project_heads(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return features(split_heads(q, num_heads)), features(split_heads(k, num_heads)), dense(split_heads(v, num_heads))
 
 
-def explicit_weights(q: Tensor, k: Tensor, table: Tensor, rows: Tensor | None, causal: bool, eps: float) -> Tensor:
+def explicit_weights(q: Tensor, k: Tensor, table: Tensor, rows: Tensor | None, causal: bool) -> Tensor:
     """Normalised weights ``(B, h, N, N)``, or the chosen ``rows`` of them, from features."""
     table_q = table
     index = torch.arange(q.shape[-2], device=q.device)
@@ -278,7 +274,7 @@ def explicit_weights(q: Tensor, k: Tensor, table: Tensor, rows: Tensor | None, c
     weights = (q @ k.transpose(-2, -1)) * (table_q @ table.transpose(0, 1))
     if causal:
         weights = weights.masked_fill(torch.arange(k.shape[-2], device=k.device) > index[:, None], 0.0)
-    return weights / weights.sum(dim=-1, keepdim=True).clamp(min=eps)
+    return weights / weights.sum(dim=-1, keepdim=True).clamp(min=EPS)
 
 
 @register_notrace_module
@@ -343,7 +339,7 @@ class CosformerAttention(nn.Module):
         N = x.shape[1]
         with autocast_off(x):
             table = raster_table(N, N if self.max_len is None else self.max_len, q)
-            return explicit_weights(q, k, table, rows, self.causal, EPS)
+            return explicit_weights(q, k, table, rows, self.causal)
 
 
 @register_notrace_module
@@ -399,4 +395,4 @@ class Cosformer2dAttention(nn.Module):
         """Explicit weights ``(B, h, N, N)``, or the chosen ``rows`` of them; each row sums to 1 or, unused, to 0."""
         q, k, _ = project_heads(self.qkv(x), self.num_heads)
         with autocast_off(x):
-            return explicit_weights(q, k, map_table(x.shape[1], feat_size, q), rows, False, EPS)
+            return explicit_weights(q, k, map_table(x.shape[1], feat_size, q), rows, False)

@@ -28,9 +28,7 @@ def clamp_magnitude(x: Tensor, low: float = MIN_MAGNITUDE, high: float = MAX_MAG
     return x.abs().clamp_(low, high).mul_(x.detach().sign())
 
 
-def vicinity_attention(
-    q: Tensor, k: Tensor, v: Tensor, feat_size: tuple[int, int], clamp: bool = True, eps: float = EPS
-) -> Tensor:
+def vicinity_attention(q: Tensor, k: Tensor, v: Tensor, feat_size: tuple[int, int], clamp: bool = True) -> Tensor:
     """Vicinity attention (Sun et al. 2022, arXiv:2206.10552), linear in the number of tokens.
 
     The weight of key j for query i is::
@@ -48,12 +46,11 @@ def vicinity_attention(
         v: Values, ``(B, h, N, d)``.
         feat_size: ``(H, W)``.
         clamp: Apply the four limits.
-        eps: Added to the normaliser.
 
     Returns:
         ``(B, h, N, d)`` in the dtype of ``v``.
     """
-    return attend_vicinity(features(q), features(k), dense(v), feat_size, clamp, eps).to(v.dtype)
+    return attend_vicinity(features(q), features(k), dense(v), feat_size, clamp).to(v.dtype)
 
 
 def attend_vicinity(
