@@ -117,7 +117,10 @@ def test_images_too_small_for_the_model_are_refused_before_training(
     train: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train("--model", "soft_tiny", "--img-size", "16") == 2
-    assert "the model cannot take images of 3 x 16 x 16: images must be at least 32 x 32" in capsys.readouterr().err
+    assert (
+        "the model cannot take images of 3 x 16 x 16 (--img-size, --input-size): images must be at least 32 x 32"
+        in capsys.readouterr().err
+    )
 
 
 class Foreign:

@@ -204,7 +204,9 @@ def check_input(model: nn.Module, input_size: Sequence[int]) -> None:
         scores = model(torch.zeros(1, *input_size, device=like.device, dtype=like.dtype))
     except (ValueError, RuntimeError, AssertionError) as error:
         size = " x ".join(map(str, input_size))
-        raise UsageError(f"the model cannot take images of {size}: {' '.join(str(error).split())[:300]}") from None
+        raise UsageError(
+            f"the model cannot take images of {size} (--img-size, --input-size): {' '.join(str(error).split())[:300]}"
+        ) from None
     finally:
         model.train(was_training)
     if getattr(model, "num_classes", 0) and scores.ndim != 2:

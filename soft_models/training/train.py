@@ -106,7 +106,7 @@ def train_in_folder(plan: Plan, prepared: Prepared, folder: Path, stop: StopRequ
     added = f" (--epochs {cfg.epochs}, and {more} of cooldown or warm-up prefix)" if more > 0 else ""
     _logger.info("%d epochs%s of %d steps, writing to %s", learner.num_epochs, added, steps, folder)
     updates = learner.num_epochs * -(-steps // cfg.grad_accum_steps)
-    for note in filter(None, (few_note(updates), ema_note(cfg, updates))):
+    for note in filter(None, ("" if position.updates else few_note(updates), ema_note(cfg, updates))):
         _logger.warning("%s", note)
     if plan.runtime.is_primary:
         resolved = replace(cfg, output=str(folder.parent), experiment=folder.name)
