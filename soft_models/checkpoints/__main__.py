@@ -68,8 +68,8 @@ def convert(args: argparse.Namespace) -> int:
     names = [name for name in names if name == content.get("arch")] or names
     if not names:
         raise CheckpointError(
-            f"{args.source} fits no model of ours (it has {some_of(weights)}): give --model, and it says what does not fit. "
-            "Files of timm's ViT and DeiT need no conversion, train.py --pretrained-path takes them"
+            f"{args.source} fits no model of ours (it has {some_of(weights)}): give --model to see what does not "
+            "fit. Files of timm's ViT and DeiT need no conversion, train.py --pretrained-path takes them"
         )
     check_name(names[0], weights)
     used = len(strip_prefixes(found))
