@@ -5,9 +5,10 @@
     python -m benchmarks.speed --output table.md           write the table as well
 
 Models are as timm creates them, in torch's default layout, unless the row says otherwise. Every row has a process of
-its own, and so has each model where two are compared by name: what ran before leaves memory behind that later steps
-need not fetch from the system. Such fetching is part of the times but where a row says "freed memory kept". A ratio is
-the median over the rounds, its spread the middle half of them. Nothing else should run on the machine.
+its own, and so has each model in the rows against timm's pyramids and the released arithmetic: what ran before leaves
+memory behind that later steps need not fetch from the system. Such fetching is part of the times but where a row says
+"freed memory kept". A ratio is the median over the rounds, its spread the middle half of them. Nothing else should
+run on the machine.
 """
 
 import argparse

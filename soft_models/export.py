@@ -70,6 +70,7 @@ def export(cfg: ExportConfig) -> int:
 
     Raises:
         UsageError: Something in the configuration or the checkpoint is wrong, or a library is missing.
+        CheckpointError: The checkpoint cannot be read.
         RunStopped: The model cannot be exported, or the written file gives other outputs.
     """
     suffix = ".onnx" if cfg.format == "onnx" else ".pt2"

@@ -25,7 +25,7 @@ from soft_models.commands.files import make_folder, write_results
 from soft_models.commands.script import run_script
 from soft_models.errors import UsageError, some_of
 from soft_models.training.augment import BatchTransform
-from soft_models.training.config import TrainedConfig, check_counts
+from soft_models.training.config import TrainedConfig, check_least
 from soft_models.training.data import ImageReport, ImageSamples, build_loader, eval_transform
 from soft_models.training.folders import image_extensions, read_class_map
 from soft_models.training.runtime import Runtime, build_autocast, running
@@ -78,10 +78,11 @@ def predict(cfg: PredictConfig, runtime: Runtime) -> Iterator[dict[str, Any]]:
 
     Raises:
         UsageError: Something in the configuration, the images' names or the checkpoint is wrong.
+        CheckpointError: The checkpoint cannot be read.
     """
     if runtime.world_size > 1:
         raise UsageError(f"predict runs in one process, got {runtime.world_size}; start it without torchrun")
-    check_counts(cfg, 1, "topk")
+    check_least(cfg, 1, "topk")
     cfg, stored = read_stored(cfg)
     source = FolderSource([(path, 0) for path in find_images(cfg.images)])
     model = load_trained(cfg, stored)

@@ -1,4 +1,4 @@
-"""What every test shares: seed, one thread, the markers ``slow`` and ``gpu``, and small runs of the scripts."""
+"""What every test shares: seed, one thread, the marker ``slow``, and small runs of the scripts."""
 
 import os
 
@@ -100,12 +100,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     skip_slow = pytest.mark.skip(reason="slow: run with --slow, or `make test-all`")
-    skip_gpu = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(skip_slow)
-        if "gpu" in item.keywords and not torch.cuda.is_available():
-            item.add_marker(skip_gpu)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -297,12 +297,6 @@ def test_loading_without_strict_takes_what_there_is() -> None:
     assert result.missing_keys == ["norm.bias"] and not result.unexpected_keys
 
 
-@pytest.mark.parametrize("name", ["soft_tiny", "soft_norm_conv_large"])
-def test_pretrained_without_weights_says_what_to_do(name: str) -> None:
-    with pytest.raises(ValueError, match=r"no weights come with .*pretrained_cfg_overlay=dict\(file="):
-        timm.create_model(name, pretrained=True)
-
-
 @pytest.mark.parametrize("source", [{"file": "weights.pth"}, {"url": "https://example.org/weights.pth"}])
 def test_weights_without_pretrained_are_refused(source: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="set pretrained=True"):

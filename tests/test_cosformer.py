@@ -1,6 +1,5 @@
 """cosFormer attention: official numbers, the explicit N x N form, precision, causality, masks."""
 
-import copy
 import warnings
 
 import naive
@@ -24,7 +23,6 @@ from soft_models.attention.cosformer import (
 
 EXPECTED = official_outputs("cosformer")
 WEIGHTS = official_state_dict(official_shapes("cosformer_vvt", "cosformer"))
-HALF = (torch.bfloat16, torch.float16)
 
 
 def official_input(seed: int, length: int) -> Tensor:
@@ -170,43 +168,6 @@ def test_attention_matrix_times_values_is_the_output(kwargs: dict[str, object]) 
     torch.testing.assert_close(attn.proj((weights @ v).transpose(1, 2).flatten(2)), attn(x, (4, 5)))
     rows = torch.tensor([3, 0, 17])
     torch.testing.assert_close(attn.attention_matrix(x, (4, 5), rows), weights[:, :, rows])
-
-
-@pytest.mark.parametrize("cls", [CosformerAttention, Cosformer2dAttention])
-@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
-@pytest.mark.parametrize("case", ["dead queries", "constant", "zero", "large"])
-def test_hard_inputs_stay_finite_forward_and_backward(cls: type, dtype: torch.dtype, case: str) -> None:
-    attn = cls(32, num_heads=2)
-    x = torch.randn(2, 48, 32)
-    if case == "dead queries":
-        torch.nn.init.constant_(attn.qkv.bias[:32], -10.0)
-    elif case == "constant":
-        x = torch.ones_like(x)
-    elif case == "zero":
-        x = torch.zeros_like(x)
-        torch.nn.init.zeros_(attn.qkv.bias)
-    else:
-        x = 100 * x
-    attn, x = attn.to(dtype), x.to(dtype).requires_grad_()
-    out = attn(x, (6, 8))
-    assert out.dtype == dtype
-    out.float().square().mean().backward()
-    assert out.isfinite().all()
-    assert all(p.isfinite().all() for p in (x.grad, *(p.grad for p in attn.parameters())))
-
-
-@pytest.mark.parametrize("cls", [CosformerAttention, Cosformer2dAttention])
-@pytest.mark.parametrize("dtype", HALF)
-def test_long_sequences_in_half_precision_match_float32(cls: type, dtype: torch.dtype) -> None:
-    attn = cls(32, num_heads=2)
-    torch.nn.init.normal_(attn.qkv.weight, std=3 * 32**-0.5)
-    torch.nn.init.constant_(attn.qkv.bias, 3.0)
-    x = torch.randn(1, 112 * 112, 32)
-    expected = attn(x, (112, 112))
-    out = copy.deepcopy(attn).to(dtype)(x.to(dtype), (112, 112)).float()
-    assert out.isfinite().all()
-    error = (out - expected).norm() / expected.norm()
-    assert error < 0.02, f"relative error {error:.3f}"
 
 
 def test_causal_long_sequence_in_half_precision_matches_float32() -> None:

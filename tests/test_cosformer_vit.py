@@ -13,10 +13,9 @@ from torch import nn
 
 from soft_models.checkpoints import CheckpointError
 from soft_models.checkpoints.vit import vit_filter_fn
-from soft_models.variants.cosformer_vit import VARIANTS, default_cfgs
+from soft_models.variants.cosformer_vit import default_cfgs
 from soft_models.vit import MapVisionTransformer
 
-NAMES = sorted(VARIANTS)
 TINY = "cosformer_vit_tiny_patch16_224"
 SMALL = {"embed_dim": 24, "depth": 2, "num_heads": 3}
 SOURCES = (

@@ -192,7 +192,7 @@ def test_few_updates_and_epochs_beyond_those_asked_for_are_told(
 ) -> None:
     assert train("--epochs", "1", "--cooldown-epochs", "2") == 0
     error = capsys.readouterr().err
-    assert "3 epochs (--epochs 1, and 2 of cooldown or warm-up prefix) of 4 steps" in error
+    assert "3 epochs (--epochs 1, and 2 of cooldown, warm-up prefix or more cycles) of 4 steps" in error
     assert "12 updates in all, in which a model may learn little: raise --epochs or --lr" in error
     assert learner.few_note(500) == ""
 

@@ -229,7 +229,7 @@ class ValidateConfig(TrainedConfig, DataConfig):
     split: str = "validation"  # folder or split, also by another name such as val
 
 
-def check_counts(cfg: ModelConfig, minimum: int, *names: str) -> None:
+def check_least(cfg: ModelConfig, minimum: int, *names: str) -> None:
     """Refuse options that are below ``minimum``.
 
     Raises:

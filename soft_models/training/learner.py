@@ -160,7 +160,7 @@ def wrap(learner: Learner, runtime: Runtime) -> None:
 
 
 def global_rate(cfg: TrainConfig, world_size: int) -> float:
-    """``lr``, or ``lr_base`` grown with the images per update: by square root for Adam-like optimizers."""
+    """``lr``, or ``lr_base`` grown with the images per update as ``lr_base_scale`` says; by default as in timm."""
     if cfg.lr is not None:
         return cfg.lr
     adaptive = any(name in cfg.opt.lower() for name in ("ada", "lamb"))

@@ -9,7 +9,7 @@ from timm.optim import list_optimizers
 from soft_models.checkpoints.files import require_file
 from soft_models.errors import UsageError, some_of, suggestion
 
-from .config import TrainConfig, check_counts
+from .config import TrainConfig, check_least
 from .data import check_batch_size
 from .learner import global_rate
 from .models import check_model_name
@@ -37,12 +37,13 @@ def make_plan(cfg: TrainConfig, runtime: Runtime) -> Plan:
 
     Raises:
         UsageError: Something does not fit.
+        CheckpointError: There is no such checkpoint, or it cannot be read.
     """
     check_model_name(cfg.model)
     check_optimizer(cfg)
-    check_counts(cfg, 1, "epochs", "grad_accum_steps", "checkpoint_hist", "val_interval", "log_interval")
-    check_counts(cfg, 1, "batch_size", "validation_batch_size")
-    check_counts(cfg, 0, "workers", "lr")
+    check_least(cfg, 1, "epochs", "grad_accum_steps", "checkpoint_hist", "val_interval", "log_interval")
+    check_least(cfg, 1, "batch_size", "validation_batch_size")
+    check_least(cfg, 0, "workers", "lr")
     found = find_resume(cfg, Path(cfg.output) / cfg.experiment if cfg.experiment else None)
     for path in (cfg.pretrained_path, cfg.initial_checkpoint):
         if path and not found:

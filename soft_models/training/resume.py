@@ -27,7 +27,8 @@ def find_resume(cfg: TrainConfig, folder: Path | None) -> tuple[Path, Checkpoint
     """The checkpoint to continue from, read; with ``auto`` the newest in ``folder``, if there is one.
 
     Raises:
-        UsageError: No such file, or an experiment's folder is about to be overwritten.
+        UsageError: An experiment's folder is about to be overwritten.
+        CheckpointError: The checkpoint cannot be read.
     """
     if not cfg.resume:
         if folder is not None and ((folder / LAST).exists() or recovery_files(folder)):

@@ -51,6 +51,7 @@ def train(cfg: TrainConfig) -> int:
 
     Raises:
         UsageError: Something in the configuration, the data or a checkpoint is wrong.
+        CheckpointError: The checkpoint cannot be read.
         RunStopped: The loss stopped being a number, or a checkpoint could not be written.
     """
     with running(cfg) as runtime, StopRequest() as stop:
@@ -103,7 +104,7 @@ def train_in_folder(plan: Plan, prepared: Prepared, folder: Path, stop: StopRequ
         return 0
     steps = len(run.batches)
     more = learner.num_epochs - cfg.epochs
-    added = f" (--epochs {cfg.epochs}, and {more} of cooldown or warm-up prefix)" if more > 0 else ""
+    added = f" (--epochs {cfg.epochs}, and {more} of cooldown, warm-up prefix or more cycles)" if more > 0 else ""
     _logger.info("%d epochs%s of %d steps, writing to %s", learner.num_epochs, added, steps, folder)
     updates = learner.num_epochs * -(-steps // cfg.grad_accum_steps)
     for note in filter(None, ("" if position.updates else few_note(updates), ema_note(cfg, updates))):

@@ -12,7 +12,7 @@ from soft_models.checkpoints import read_checkpoint
 from soft_models.checkpoints.extras import PREPROCESSING, constructor_arguments, stored_extras, stored_options
 from soft_models.errors import UsageError
 
-from .config import TrainedConfig, check_counts
+from .config import TrainedConfig, check_least
 from .data import image_mode
 from .models import (
     check_input,
@@ -57,9 +57,10 @@ def read_stored(cfg: TrainedT) -> tuple[TrainedT, Stored]:
 
     Raises:
         UsageError: Neither checkpoint nor model is given, the checkpoint cannot be used, or timm knows no such model.
+        CheckpointError: The checkpoint cannot be read.
     """
-    check_counts(cfg, 1, "batch_size")
-    check_counts(cfg, 0, "workers")
+    check_least(cfg, 1, "batch_size")
+    check_least(cfg, 0, "workers")
     if cfg.checkpoint and cfg.pretrained:
         raise UsageError("--pretrained asks for the published weights and --checkpoint for others: give one of them")
     if not cfg.checkpoint:

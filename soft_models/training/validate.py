@@ -24,7 +24,7 @@ from soft_models.commands.script import run_script
 from soft_models.errors import RunStopped, UsageError
 
 from .augment import BatchTransform
-from .config import ValidateConfig, check_counts
+from .config import ValidateConfig, check_least
 from .data import ImageReport, ImageSamples, build_loader, eval_transform
 from .engine import EvalResult, evaluate
 from .runtime import Runtime, build_autocast, running
@@ -61,9 +61,10 @@ def validate(cfg: ValidateConfig, runtime: Runtime) -> dict[str, Any]:
 
     Raises:
         UsageError: Something in the configuration, the data or the checkpoint is wrong.
+        CheckpointError: The checkpoint cannot be read.
         RunStopped: No image can be read.
     """
-    check_counts(cfg, 1, "log_interval")
+    check_least(cfg, 1, "log_interval")
     cfg, stored = read_stored(cfg)
     split = open_eval_split(cfg, stored.classes)
     model = load_trained(cfg, stored)
