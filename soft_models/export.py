@@ -5,9 +5,9 @@
 
 ``onnx`` is for onnxruntime and the like, ``torch`` for ``torch.export.load``. The file takes any batch and, unless
 --fixed-size is given, images of any size that the model takes. It is read back and compared with the model at batches
-of 1, 2 and 5 and at two sizes before it takes its name. Along with the model it holds a JSON text with the model's
-name, its preprocessing and its classes: in ONNX the metadata "soft_models", in a program the extra file
-"soft_models.json".
+of 1, 2 and 5, and at two sizes if it takes any, before it takes its name. Along with the model it holds a JSON text
+with the model's name, its preprocessing and its classes: in ONNX the metadata "soft_models", in a program the extra
+file "soft_models.json".
 """
 
 import importlib
@@ -188,7 +188,7 @@ def sample_sizes(size: Sequence[int], any_size: bool) -> Iterator[tuple[int, ...
 def largest_deviation(
     model: nn.Module, exported: Callable[[Tensor], Tensor], size: Sequence[int], any_size: bool
 ) -> float:
-    """Largest difference of the outputs over their largest value, at several batches and sizes."""
+    """Largest difference of the outputs over their largest value, at several batches and all ``sample_sizes``."""
     generator = torch.Generator().manual_seed(0)
     worst = 0.0
     for shape in sample_sizes(size, any_size):

@@ -65,9 +65,9 @@ class TrainSetup:
     runtime: Runtime
     report: ImageReport
     seed: int
-    accumulate: int = 1
-    skip_nonfinite: int = 0
-    log_interval: int = 50
+    accumulate: int
+    skip_nonfinite: int
+    log_interval: int
 
 
 def train_one_epoch(
@@ -180,8 +180,8 @@ def evaluate(
     runtime: Runtime,
     autocast: AbstractContextManager[object],
     report: ImageReport,
-    title: str = "validation",
-    log_interval: int = 50,
+    title: str,
+    log_interval: int,
 ) -> EvalResult:
     """Mean cross-entropy and accuracies of ``model``, which must not be wrapped: ranks may see unequal batches.
 

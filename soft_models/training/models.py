@@ -164,7 +164,7 @@ def _scale_head(cfg: TrainConfig, model: Any) -> None:
 
 
 def input_config(
-    cfg: ModelConfig, model: nn.Module, stored: Mapping[str, Any] | None = None, use_test_size: bool = False
+    cfg: ModelConfig, model: nn.Module, stored: Mapping[str, Any] | None, use_test_size: bool = False
 ) -> dict[str, Any]:
     """Size, crop and normalisation of the model's images: options given, else those stored, else the model's own.
 

@@ -27,7 +27,7 @@ def find_resume(cfg: TrainConfig, folder: Path | None) -> tuple[Path, Checkpoint
     """The checkpoint to continue from, read; with ``auto`` the newest in ``folder``, if there is one.
 
     Raises:
-        UsageError: An experiment's folder is about to be overwritten.
+        UsageError: An experiment's folder is about to be overwritten, or ``auto`` is given without an experiment.
         CheckpointError: The checkpoint cannot be read.
     """
     if not cfg.resume:

@@ -97,7 +97,7 @@ def check_classes(model: nn.Module, split: Split) -> None:
     count = f"{split.name} has {len(split.classes)} classes, the model knows {head}"
     if len(split.classes) > head:
         raise UsageError(f"{count}: they do not belong together")
-    _logger.warning("%s: folders in alphabetical order are taken for its first classes", count)
+    _logger.warning("%s: those of the data, in label order, are taken for its first ones", count)
 
 
 def summary(
