@@ -249,8 +249,8 @@ def create_features(name: str, out_indices: tuple[int, ...], checkpoint: str | P
     options = {"features_only": True, "out_indices": out_indices, **kwargs}
     if checkpoint is None:
         return timm.create_model(name, **options)
-    weights = native_weights(find_weights(read_checkpoint(checkpoint))[1])
     features = timm.create_model(name, pretrained=True, pretrained_cfg_overlay={"file": str(checkpoint)}, **options)
+    weights = native_weights(find_weights(read_checkpoint(checkpoint))[1])
     own = features.model.state_dict()
     dropped = [key for key in weights if key not in own]
     equal = [key for key in weights if key in own and torch.equal(weights[key], own[key])]

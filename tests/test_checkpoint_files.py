@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 
 from soft_models.checkpoints import CheckpointError, find_weights, read_checkpoint
 from soft_models.checkpoints.__main__ import main as convert_main
+from soft_models.downstream import FPNBackbone
 
 
 def damaged(kind: str, path: Path) -> Path:
@@ -100,11 +101,24 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         door_overlay(tmp_path)
 
 
-@pytest.mark.parametrize("content", [{"epoch": 3}, {"conv1.weight": torch.ones(3)}], ids=["none", "foreign"])
-def test_what_is_wrong_with_weights_comes_with_the_name_of_their_file(content: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"epoch": 3}, "no weights under"),
+        ({"conv1.weight": torch.ones(3)}, "the weights do not fit: 0 of the model's"),
+        ({f"{prefix}.w": torch.ones(1) for prefix in ("module", "module.module")}, "the file holds several models"),
+    ],
+    ids=["none", "foreign", "several"],
+)
+def test_what_is_wrong_with_weights_comes_with_the_name_of_their_file(
+    content: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write(content, tmp_path / "other.pth")
-    with pytest.raises(CheckpointError, match=f"^{path}: (no weights under|the weights do not fit: 0 of the model's)"):
-        door_overlay(path)
+    for door in (door_overlay, lambda path: FPNBackbone("soft_tiny", checkpoint=path)):
+        with pytest.raises(CheckpointError, match=f"^{path}: {message}"):
+            door(path)
+    assert convert_main([str(path), str(tmp_path / "out.pth")]) == 2
+    assert f"convert: error: {path}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """SOFT: the pure functions against their explicit N x N form, and the module's own options."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -212,3 +213,23 @@ def test_local_convolution_sees_the_pixels_alone() -> None:
     local = attn.local(attn.v(x[:, 1:]), (3, 4)) @ attn.proj.weight.T
     assert_close(added[:, 1:], local)
     assert_close(added[:, 0], torch.zeros(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"inverse": "newtno"}, "unknown inverse 'newtno'; choose 'newton' or 'solve'"),
+        ({"inverse": "newton", "newton_iters": 1}, "newton_iters must be at least 2, got 1"),
+        ({"newton_iters": 9}, "newton_iters=9 is read by inverse='newton' only: set that as well"),
+        ({"local_kernel": 4}, "local_kernel must be odd, or 0 for none, got 4"),
+        ({"local_kernel": -3}, "local_kernel must be odd, or 0 for none, got -3"),
+        ({"landmarks": "max"}, "unknown landmarks 'max'; choose 'avg' or 'conv'"),
+        ({"landmark_grid": 0}, "landmark_grid must be positive, got 0"),
+        ({"landmark_grid": (7, 0)}, r"landmark_grid must be positive, got \(7, 0\)"),
+        ({"landmarks": "conv", "sr_ratio": 0}, "sr_ratio must be at least 1, got 0"),
+    ],
+    ids=str,
+)
+def test_soft_refuses_wrong_options_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SoftAttention(24, 3, **options)

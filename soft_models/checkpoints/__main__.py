@@ -24,7 +24,7 @@ from soft_models.checkpoints.convert import (
     strip_prefixes,
 )
 from soft_models.checkpoints.extras import pretrained_settings
-from soft_models.checkpoints.files import find_weights, read_checkpoint
+from soft_models.checkpoints.files import find_weights, naming, read_checkpoint
 from soft_models.commands.files import make_folder, replacing
 from soft_models.commands.script import run_script, setup_logging
 from soft_models.errors import CheckpointError, some_of, suggestion
@@ -61,9 +61,10 @@ def convert(args: argparse.Namespace) -> int:
         raise CheckpointError(f"{args.target} exists; choose another name or add --overwrite")
     make_folder(args.target.parent)
     content = read_checkpoint(args.source, weights_only=not args.trust)
-    key, found = find_weights(content, args.use_ema)
-    _logger.info("weights: %s", f"under {key!r}" if key else "the file itself")
-    weights = native_weights(found)
+    with naming(args.source):
+        key, found = find_weights(content, args.use_ema)
+        _logger.info("weights: %s", f"under {key!r}" if key else "the file itself")
+        weights = native_weights(found)
     names = [args.model] if args.model else matching_names(weights)
     names = [name for name in names if name == content.get("arch")] or names
     if not names:

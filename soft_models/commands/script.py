@@ -2,7 +2,6 @@
 
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable
 
@@ -25,7 +24,7 @@ def run_script(name: str, work: Callable[[], int]) -> int:
         return 1
     except BrokenPipeError:  # whatever reads the output, such as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at the end
-        return 128 + signal.SIGPIPE
+        return 141
 
 
 def setup_logging(rank: int = 0) -> None:

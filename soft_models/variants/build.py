@@ -68,8 +68,8 @@ def build_variant(
         content = read_checkpoint(given["file"])
         with naming(given["file"]):
             _, weights = find_weights(content)
-        overlay = {**pretrained_settings(content), **given}
-        stored = constructor_arguments(content, variant)
+            overlay = {**pretrained_settings(content), **given}
+            stored = constructor_arguments(content, variant)
     filter_fn = filter_for(overlay)
     if overlay.pop("file", None):
         overlay["state_dict"] = weights
