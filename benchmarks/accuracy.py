@@ -51,7 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe_of(args: argparse.Namespace) -> tuple[Recipe, Path]:
-    """The recipe that the flags describe, and the folder of the digits."""
+    """The recipe that the flags describe, and the folder of the digits.
+
+    Raises:
+        UsageError: More images of a class than there are, or fewer than one.
+    """
+    for split, count in (("train", args.train_images), ("test", args.test_images)):
+        if not 1 <= count <= SPLITS[split]:
+            raise UsageError(f"--{split}-images must lie in 1 to {SPLITS[split]}, got {count}")
     sizes = tuple(sorted({*args.sizes, TRAIN_SIZE}))
     return Recipe(args.epochs, args.seeds, args.train_images, args.test_images, sizes), args.data_dir
 

@@ -96,8 +96,10 @@ def run(args: argparse.Namespace) -> int:
     plan = QUICK if args.quick else Plan(images=64 if default_device().type == "cuda" else 8)
     settings = {"versions": versions(), "machine": machine(), "threads": args.threads, "plan": asdict(plan)}
     code, path = 0, args.output / "samples.jsonl"
-    stored = Samples.stored(path) if args.accuracy else None  # of any machine and version: nothing is added to them
+    # Of any machine, version and plan where nothing is added to them.
+    stored = Samples.stored(path) if args.accuracy else None
     samples = stored or Samples(path, settings, heading(args.threads), args.fresh)
+    plan = Plan.of(samples.settings["plan"])
     if args.accuracy:
         code = accuracy.run(accuracy.recipe_of(args), list(MODELS.values()), args.output, args.runs, args.fresh)
     else:
@@ -131,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run_script("benchmarks.attention", lambda: run(args))
     except KeyboardInterrupt:
-        _logger.info("interrupted: the same command goes on")
+        _logger.info("interrupted: the same command goes on%s", ", without --fresh" if args.fresh else "")
         return 130
 
 

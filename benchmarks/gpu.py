@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "| work | model | img/s | middle half | peak memory, MB |", "|---|---|---:|---:|---:|",
     ]  # fmt: skip
     eager = {name: (name, False) for name in args.models}
-    compiled = {f"{name}, compiled": (name, True) for name in args.compiled}
+    compiled = {f"{name}, compiled": (name, True) for name in args.compiled if name in args.models}
     parts = [measure("inference", size, batch, eager | compiled, args.rounds) for size, batch in args.work]
     size, batch = args.work[0]
     parts.append(measure("training", size, batch, eager, args.rounds))

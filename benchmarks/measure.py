@@ -78,7 +78,7 @@ KINDS: dict[str, Callable[[nn.Module, int, int], Step]] = {"inference": inferenc
 
 
 def model_step(kind: str, name: str, size: int, batch: int, **kwargs: Any) -> Step:
-    """A step of ``kind`` of the model ``name``; ``kwargs`` are the model's."""
+    """A step of ``kind`` of the model ``name``; ``kwargs`` are those of :func:`build`."""
     return KINDS[kind](build(name, **kwargs), size, batch)
 
 
@@ -225,6 +225,8 @@ def versions() -> str:
 def show_table(head: Sequence[str], rows: Iterable[str], output: Path | None) -> list[str]:
     """Log a Markdown table row by row, as they are measured, and write it to ``output``; its lines."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)  # before anything is measured
     lines = []
     for line in chain(head, rows):
         _logger.info("%s", line)

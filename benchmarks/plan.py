@@ -1,6 +1,8 @@
 """What the comparison of attentions measures: models, sizes, and the names of the cells."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from soft_models.attention import ATTENTIONS
 
@@ -28,6 +30,11 @@ class Plan:
     # Not beyond 16,384 tokens: tensors of more than 32 MB, which glibc maps anew in every step, cost twice as much.
     sides: tuple[int, ...] = (32, 45, 64, 91, 128)
     explicit_sides: tuple[int, ...] = (32, 45, 64, 91)
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> "Plan":
+        """The plan that JSON holds, which knows no tuples."""
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()})
 
     def batch(self, size: int) -> int:
         return max(1, self.images * 224**2 // size**2)

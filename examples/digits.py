@@ -33,7 +33,7 @@ class DigitsError(RuntimeError):
 
 
 def count_images(folder: Path) -> dict[str, dict[str, int]]:
-    """PNG files by split and class, as ``{"train": {"0": 350, ...}, ...}``; whatever else is there counts too."""
+    """PNG files by split and class, as ``{"train": {"0": 350, ...}, ...}``; other folders count too."""
     return {
         split.name: {label.name: len(list(label.glob("*.png"))) for label in split.iterdir() if label.is_dir()}
         for split in folder.iterdir()
@@ -86,7 +86,7 @@ def _check(folder: Path) -> None:
         totals = {split: sum(labels.values()) for split, labels in found.items()}
         raise DigitsError(
             f"{folder} must hold {CLASSES} classes with {SPLITS} images each, found {totals or 'none'} in all; "
-            "remove it, or choose another --output"
+            "remove it, or name another folder"
         )
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -41,7 +42,7 @@ class Example:
     """One task on the scenes.
 
     Args:
-        name: For messages.
+        name: Of the module, and of the output folder unless one is named.
         build: From the options to a model.
         losses: From the model and a batch of scenes to the parts of the loss.
         evaluate: From the model and scenes to metrics by name, and one picture of each scene.
@@ -80,7 +81,7 @@ def parse_options(example: Example, doc: str, argv: list[str] | None) -> argpars
         "--checkpoint", type=Path, help="classifier to start from, such as the demo's model_best.pth.tar"
     )
     parser.add_argument("--steps", type=positive, default=example.steps, help=f"training steps of {BATCH_SIZE} scenes")
-    parser.add_argument("--lr", type=float, default=example.rate, help="highest learning rate")
+    parser.add_argument("--lr", type=rate, default=example.rate, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=0, help="of weights and training scenes; test scenes are the same")
     parser.add_argument("--test-scenes", type=positive, default=100, help="scenes to test on")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --output")
@@ -92,6 +93,14 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def rate(text: str) -> float:
+    """A learning rate, for argparse."""
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number, at least 0, got {value}")
     return value
 
 
@@ -197,6 +206,8 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, chosen:
 def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, chosen: dict[str, str]) -> int:
     """Put the state of a run back in its place; returns the next step."""
     state = read_checkpoint(path)
+    if not {"optimizer", "step", "options"} <= state.keys():
+        raise UsageError(f"{path} is of another program; choose another --output")
     differing = [f"--{name.replace('_', '-')}" for name, value in chosen.items() if state["options"].get(name) != value]
     if differing:
         raise UsageError(f"{path.parent} holds a run with another {', '.join(differing)}; --resume needs the same")

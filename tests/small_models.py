@@ -22,7 +22,7 @@ from soft_models.registry import registered_names, split_size
 def family_names() -> list[str]:
     """The smallest name of each family; names that differ in nothing but their size word are one family.
 
-    So are those that differ in the attention alone, since ``test_attention.py`` covers each of these.
+    So are the ``pyramid_tiny_*``: they differ in the attention alone, and ``test_attention.py`` covers each of these.
     """
     smallest: dict[str, str] = {}
     for name in registered_names():

@@ -227,7 +227,35 @@ def test_command_measures_once_and_then_only_reports(
     assert "| `soft` |" in caplog.text
 
 
+def test_accuracy_is_reported_beside_speeds_of_another_plan(
+    two_models: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ["--threads", "1", "--output", str(tmp_path)]
+    monkeypatch.setattr(attention, "QUICK", Plan((32,), (32,), (), 1, 1, 1, 5.0, (4, 8), (4, 8)))
+    monkeypatch.setattr(attention, "peak_memory", lambda make, *args, threads: 1e6 * len(args))
+    assert attention.main([*argv, "--quick"]) == 0
+    before = tables((tmp_path / "attention.md").read_text(encoding="utf-8"))
+    monkeypatch.setattr(accuracy, "run", lambda *_: 0)
+    assert attention.main([*argv, "--accuracy"]) == 0
+    assert tables((tmp_path / "attention.md").read_text(encoding="utf-8")) == before
+
+
+def test_table_is_written_to_a_new_folder(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "table.md"
+    rows = iter(["row"])
+    assert measure.show_table(["head"], (row for row in rows if path.parent.exists()), path) == ["head", "row"]
+    assert path.read_text(encoding="utf-8") == "head\nrow\n"
+
+
 # Accuracy.
+
+
+@pytest.mark.parametrize("option", ["--train-images=351", "--test-images=0"])
+def test_digits_that_there_are_not_are_refused(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert attention.main(["--accuracy", option, "--output", str(tmp_path)]) == 2
+    assert "images must lie in 1 to" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.fixture
@@ -290,7 +318,8 @@ def test_gpu_script_runs_without_a_gpu(tmp_path: Path, monkeypatch: pytest.Monke
     """The whole of it, at a size for a CPU; the process that measures memory would take most of the time."""
     monkeypatch.setattr(gpu, "peak_memory", lambda *args: 2.5e6)
     path = tmp_path / "gpu.md"
-    options = ["--work", "64x2", "--rounds", "2", "--models", "soft_tiny", "swin_tiny_patch4_window7_224", "--compiled"]
+    options = ["--work", "64x2", "--rounds", "2", "--models", "soft_tiny", "swin_tiny_patch4_window7_224"]
+    options += ["--compiled", "vvt_tiny"]  # not among them
     assert gpu.main([*options, "--output", str(path)]) == 0
     lines = path.read_text(encoding="utf-8").splitlines()
     assert "bfloat16 autocast" in lines[0]

@@ -172,6 +172,9 @@ def test_mistakes_are_one_line_and_exit_code_2(
     ):
         assert fit.run_example(COLOR, "", [*common, *arguments]) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]
+    torch.save({"state_dict": {}, "optimizer": {}, "epoch": 1}, options.output / "last.pth.tar")  # as of train.py
+    assert fit.run_example(COLOR, "", [*common, "--resume"]) == 2
+    assert "last.pth.tar is of another program; choose another --output" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("main", [detection.main, segmentation.main])
@@ -184,12 +187,12 @@ def test_wrong_names_and_paths_are_one_line_and_exit_code_2(
         (["--output", str(tmp_path / "file")], "cannot write to the folder"),
         (["--model", "soft_tinny"], "unknown name 'soft_tinny'"),
         (["--checkpoint", "missing.pth"], "no checkpoint file 'missing.pth'"),
-        (["--data", str(tmp_path)], "must hold 10 classes"),
+        (["--data", str(tmp_path)], "found none in all; remove it, or name another folder"),
     ):
         assert main([*common, *arguments]) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]
         assert not (tmp_path / "run").exists()
-    for arguments in (["--steps", "0"], ["--stepz", "3"], ["--seed", "x"]):
+    for arguments in (["--steps", "0"], ["--stepz", "3"], ["--seed", "x"], ["--lr", "-1"], ["--lr", "inf"]):
         with pytest.raises(SystemExit) as stop:
             main([*common, *arguments])
         assert stop.value.code == 2
@@ -197,7 +200,7 @@ def test_wrong_names_and_paths_are_one_line_and_exit_code_2(
 
 
 @pytest.mark.parametrize("module", [detection, segmentation])
-def test_example_learns_and_is_measured(module: Any, data: Path, train: scenes.Scenes, test: scenes.Scenes) -> None:
+def test_every_parameter_gets_a_gradient_and_the_example_is_measured(module: Any, data: Path, train: scenes.Scenes, test: scenes.Scenes) -> None:
     pytest.importorskip("torchmetrics", reason="needs the extra downstream")
     pytest.importorskip("pycocotools", reason="needs the extra downstream")
     example = module.EXAMPLE

@@ -79,8 +79,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = folder / "source"
     source.mkdir()
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, source)
+        shutil.copy(ROOT / name, source)
     shutil.copytree(PACKAGE, source / "soft_models", ignore=shutil.ignore_patterns("__pycache__"))
     python("-m", "pip", "wheel", *QUIET_PIP, "--no-build-isolation", "--wheel-dir", str(folder), str(source))
     (built,) = folder.glob("*.whl")

@@ -51,7 +51,7 @@ def test_killed_run_resumes_exactly(
 def test_run_killed_while_saving_resumes_exactly(
     straight: Path, train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
-    """Between the files of one save, and before a file takes its place."""
+    """Between the files of one save."""
     calls = 0
     original = files._sync_folder
 
