@@ -34,7 +34,8 @@ class Plan:
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> "Plan":
         """The plan that JSON holds, which knows no tuples."""
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()})
+        values: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()}
+        return cls(**values)
 
     def batch(self, size: int) -> int:
         return max(1, self.images * 224**2 // size**2)

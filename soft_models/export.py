@@ -46,11 +46,12 @@ class ExportConfig:
 
     model: str = ""  # any timm or soft_models name; by default the checkpoint's
     checkpoint: str = ""  # file of the weights; without one they are random
-    use_ema: bool | None = None  # averaged weights or not; by default those that the stored metric came from
+    use_ema: bool | None = None  # averaged weights or not; by default the averaged ones of a run that kept them
     num_classes: int | None = None  # classes of the head; by default the checkpoint's
     model_kwargs: dict[str, Any] = field(default_factory=dict)  # key=value pairs for the model's constructor
     img_size: int | None = None  # pixels per side that the export is made with; by default the model's
     input_size: tuple[int, ...] | None = None  # channels, height and width; wins over img_size
+    input_img_mode: str | None = None  # PIL mode of the images, told to those who use the file
     format: Literal["onnx", "torch"] = "onnx"  # onnx or torch
     output: str = ""  # file to write; by default the given model's name, or model, with .onnx or .pt2
     fixed_size: bool = False  # images of one size only; a smaller and sometimes faster graph
@@ -126,9 +127,17 @@ def require(*libraries: str) -> None:
 
 def load_model(cfg: ExportConfig) -> tuple[nn.Module, dict[str, Any]]:
     """The model in eval mode, convolutions and normalisations merged; its name, preprocessing and classes."""
-    shared = {name: getattr(cfg, name) for name in ("use_ema", "num_classes", "model_kwargs", "img_size", "input_size")}
-    trained = TrainedConfig(model=cfg.model, checkpoint=cfg.checkpoint, **shared)
-    loaded = load_or_random(trained)
+    names = (
+        "model",
+        "checkpoint",
+        "use_ema",
+        "num_classes",
+        "model_kwargs",
+        "img_size",
+        "input_size",
+        "input_img_mode",
+    )
+    loaded = load_or_random(TrainedConfig(**{name: getattr(cfg, name) for name in names}))
     described = {
         "model": loaded.name,
         **plain_values(loaded.data_config),

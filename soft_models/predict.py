@@ -27,7 +27,7 @@ from soft_models.errors import UsageError, some_of
 from soft_models.training.augment import BatchTransform
 from soft_models.training.config import TrainedConfig, check_least
 from soft_models.training.data import ImageReport, ImageSamples, build_loader, eval_transform
-from soft_models.training.folders import image_extensions, read_class_map
+from soft_models.training.folders import image_extensions, read_class_map, walk
 from soft_models.training.runtime import Runtime, build_autocast, running
 from soft_models.training.sampling import EvalBatches
 from soft_models.training.sources import FolderSource
@@ -118,7 +118,6 @@ def find_images(arguments: Sequence[str]) -> list[str]:
     """
     if not arguments:
         raise UsageError("no images: name files or folders of them")
-    extensions = image_extensions()
     paths: list[str] = []
     for argument in arguments:
         path = Path(argument)
@@ -127,10 +126,9 @@ def find_images(arguments: Sequence[str]) -> list[str]:
         if not path.is_dir():
             paths.append(argument)
             continue
-        files = (file for file in path.rglob("*") if not file.name.startswith("."))
-        found = [str(file) for file in files if file.suffix.lower() in extensions]
+        found = [str(Path(folder, name)) for folder, _, names, _ in walk(path) for name in names]
         if not found:
-            raise UsageError(f"{argument} holds no images; known are {some_of(sorted(extensions))}")
+            raise UsageError(f"{argument} holds no images; known are {some_of(sorted(image_extensions()))}")
         paths.extend(sorted(found, key=natural_key))
     return list(dict.fromkeys(paths))
 

@@ -13,7 +13,7 @@ random. In Python, :func:`attention_maps` returns the arrays.
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -54,6 +54,8 @@ class VisualizeConfig:
     image: str = ""  # file, or skimage:NAME for a photograph that scikit-image ships
     model: tuple[str, ...] = ()  # names of ours, one below the other; by default the checkpoints'
     checkpoint: tuple[str, ...] = ()  # file of the weights of each model; without any they are random
+    num_classes: int | None = None  # classes of the heads; by default the checkpoints'
+    model_kwargs: dict[str, Any] = field(default_factory=dict)  # key=value pairs for the models' constructors
     point: tuple[str, ...] = ()  # queries as x,y in pixels of the image file; by default its centre
     stage: tuple[int, ...] = ()  # stages, or blocks of a plain ViT, counted from 1; by default four of them
     block: int = -1  # block of each stage, counted from 1; -1 for its last
@@ -314,7 +316,9 @@ def model_rows(
     """Titled rows of panels of one model: one for each point and head."""
     points = [parse_point(text) for text in cfg.point] or [(photo.width / 2, photo.height / 2)]
     check_points(points, photo.size)
-    loaded = load_or_random(TrainedConfig(model=name, checkpoint=checkpoint))
+    loaded = load_or_random(
+        TrainedConfig(model=name, checkpoint=checkpoint, num_classes=cfg.num_classes, model_kwargs=cfg.model_kwargs)
+    )
     model, data_config, mode = loaded.model, loaded.data_config, loaded.image_mode
     count = len(attention_layers(model))
     size = cfg.size or data_config["input_size"][-1]

@@ -251,9 +251,7 @@ def test_table_is_written_to_a_new_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["--train-images=351", "--test-images=0"])
-def test_digits_that_there_are_not_are_refused(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_digits_that_there_are_not_are_refused(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert attention.main(["--accuracy", option, "--output", str(tmp_path)]) == 2
     assert "images must lie in 1 to" in capsys.readouterr().err.splitlines()[-1]
 

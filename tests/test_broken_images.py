@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from runs import BASE, rows, stop_at
+from timm.data import Mixup
 from tiny_data import BROKEN, CLASSES, write_folder, write_odd_images
 
+from soft_models.training.augment import BatchTransform
+from soft_models.training.data import Batch
 from soft_models.training.train import main as train_main
 from soft_models.training.validate import main as validate_main
 
@@ -70,6 +74,33 @@ def test_split_of_which_nothing_can_be_read_gives_no_number(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert f"none of the 3 images of {tmp_path / 'val'} can be read" in captured.err
+
+
+def test_training_without_an_image_gives_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_folder(tmp_path / "data")
+    for path in (data / "train").rglob("*.png"):
+        path.write_bytes(b"")
+    argv = [str(data), *BASE, "--val-split", "", "--epochs", "1", "--output", str(tmp_path), "--experiment", "run"]
+    assert train_main(argv) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"epoch 0 trained on nothing: no image of {data / 'train'} could be read" in captured.err
+    assert not list((tmp_path / "run").glob("*.pth.tar"))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+def test_mixing_leaves_no_image_out(count: int, mode: str) -> None:
+    mixup = Mixup(mixup_alpha=0.2, mode=mode, num_classes=3)
+    data_config = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
+    transform = BatchTransform(torch.device("cpu"), data_config, mixup=mixup)
+    images = torch.randint(256, (count, 3, 8, 8), dtype=torch.uint8)
+    batch = Batch(images, torch.arange(count) % 3, list(range(count)), [], [])
+    mixed, targets = transform(batch)
+    assert len(mixed) == len(targets) == count
+    assert targets.sum(dim=1) == pytest.approx(torch.ones(count))
+    if count == 1:
+        torch.testing.assert_close(mixed, images / 255)
 
 
 def test_update_without_any_image_is_left_out(tmp_path: Path) -> None:

@@ -200,7 +200,9 @@ def test_wrong_names_and_paths_are_one_line_and_exit_code_2(
 
 
 @pytest.mark.parametrize("module", [detection, segmentation])
-def test_every_parameter_gets_a_gradient_and_the_example_is_measured(module: Any, data: Path, train: scenes.Scenes, test: scenes.Scenes) -> None:
+def test_every_parameter_gets_a_gradient_and_the_example_is_measured(
+    module: Any, data: Path, train: scenes.Scenes, test: scenes.Scenes
+) -> None:
     pytest.importorskip("torchmetrics", reason="needs the extra downstream")
     pytest.importorskip("pycocotools", reason="needs the extra downstream")
     example = module.EXAMPLE

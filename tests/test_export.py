@@ -62,6 +62,14 @@ def test_onnx_file_equals_the_model(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(torch.from_numpy(logits), model(images).detach(), rtol=1e-3, atol=1e-4)
 
 
+def test_image_mode_of_other_channels_is_told(tmp_path: Path) -> None:
+    path, texts = tmp_path / "model.pt2", {"soft_models.json": ""}
+    options = ["--input-size", "4", "64", "64", "--input-img-mode", "CMYK", "--format", "torch"]
+    assert main(["test_byobnet", *options, "--output", str(path)]) == 0
+    torch.export.load(path, extra_files=texts)
+    assert json.loads(texts["soft_models.json"])["input_img_mode"] == "CMYK"
+
+
 def test_deviating_file_is_not_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +97,7 @@ def test_deviating_file_is_not_left_behind(
         (["soft_tiny", "--output", "/dev/null/x.pt2"], "cannot write to the folder '/dev/null' ("),
         (["soft_tiny", "--checkpoint", "none.pth"], "no checkpoint file 'none.pth'"),
         (["soft_tiny", "--img-size", "16"], "images must be at least 32 x 32"),
+        (["soft_tiny", "--input-size", "4", "64", "64"], "needs --input-img-mode: a PIL mode with so many channels"),
     ],
 )
 def test_mistakes_are_refused(

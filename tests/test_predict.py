@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,18 @@ def test_odd_images_are_predicted_or_named(predict: Callable[..., Any], data: Pa
     assert "unreadable images of those asked for, skipped: 5: " in printed.err
     assert "1 images of those asked for are shown by viewers in another orientation" in printed.err
     assert "turned.jpg" in printed.err
+
+
+def test_folders_are_read_as_in_training(predict: Callable[..., Any], data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    for path in ("a.png", ".ipynb_checkpoints/a.png", "sub.png/b.png"):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(data / "val" / "a" / "0.png", folder / path)
+    (folder / "link").symlink_to(data / "val" / "b")
+    code, results, _ = predict(str(folder))
+    assert code == 0
+    found = [Path(result["image"]).relative_to(folder).as_posix() for result in results]
+    assert found == ["a.png", "link/0.png", "link/1.png", "link/2.png", "sub.png/b.png"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Going on after every kind of stop: bit by bit as if nothing had been."""
 
+import json
 import os
 import random
 import re
@@ -16,6 +17,8 @@ import torch
 from runs import BASE, ROOT, STATEFUL, assert_same, assert_same_run, load, rows, stop_at
 
 from soft_models.commands import files
+from soft_models.training import run
+from soft_models.training.engine import EvalResult
 from soft_models.training.train import main as train_main
 
 
@@ -122,6 +125,38 @@ def test_best_is_never_replaced_by_a_worse_one(train: Callable[..., int], tmp_pa
     torch.save(best, path)
     assert train("--epochs", "2", "--eval-metric", "loss", "--resume", "auto") == 0
     assert load(path)["metric"] == 1e-9
+
+
+@pytest.mark.parametrize("again", ["worse", "unranked"])
+def test_best_outlives_its_epoch_trained_again(
+    train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    again: str,
+) -> None:  # fmt: skip
+    assert train("--epochs", "2", "--eval-metric", "loss", "--sched", "constant") == 0
+    folder = tmp_path / "run"
+    last, before = load(folder / "last.pth.tar"), load(folder / "model_best.pth.tar")
+    assert before["epoch"] == 1, "the second epoch is better, and so the one at stake"
+    numbered = (folder / "checkpoint-1.pth.tar").read_bytes()
+    capsys.readouterr()
+    result = EvalResult(loss=last["metric"] + 1) if again == "worse" else EvalResult()
+    monkeypatch.setattr(run, "evaluate", lambda *_: result)
+    options = ["--epochs", "2", "--eval-metric", "loss", "--sched", "constant", "--start-epoch", "1"]
+    assert train(*options, "--resume", str(folder / "last.pth.tar")) == 0
+    assert load(folder / "model_best.pth.tar")["metric"] == before["metric"]
+    assert json.loads(capsys.readouterr().out)["metric"] == before["metric"]
+    assert ((folder / "checkpoint-1.pth.tar").read_bytes() == numbered) == (again == "unranked")
+
+
+def test_auto_resume_goes_on_behind_a_start_epoch(
+    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--epochs", "3", "--start-epoch", "1", "--resume", "auto"]
+    assert train(*options) == 0
+    assert train(*options) == 0
+    assert "the run is finished: 3 of 3 epochs are done" in capsys.readouterr().err
+    assert train("--epochs", "3", "--start-epoch", "2", "--resume", "auto") == 0
+    assert "resumed" in capsys.readouterr().err, "another one is asked for"
+    assert [row["epoch"] for row in rows(tmp_path / "run")] == ["1", "2"]
 
 
 def test_other_checkpoints_are_refused_on_resume(

@@ -75,6 +75,20 @@ def test_validation_equals_training(trained: Path, validate: Callable[..., dict[
     assert averaged["samples"] == 9
 
 
+@pytest.mark.parametrize(("wrap", "kind"), [
+    (lambda weights: {"model_ema": {"state_dict": weights}}, "ema"),
+    (lambda weights: {"state_dict": {"model": weights}}, "raw"),
+    (lambda weights: weights, "file"),
+], ids=["ema", "raw", "file"])  # fmt: skip
+def test_weights_are_named_however_wrapped(
+    trained: Path, validate: Callable[..., dict[str, Any]], tmp_path: Path, wrap: Callable[[Any], Any], kind: str
+) -> None:
+    weights = load(trained / "last.pth.tar")["state_dict"]
+    torch.save(wrap(weights), tmp_path / "wrapped.pth")
+    options = ["--model", "test_byobnet", "--num-classes", "3", "--img-size", "32"]
+    assert validate("--checkpoint", str(tmp_path / "wrapped.pth"), *options)["weights"] == kind
+
+
 def test_validation_takes_everything_from_the_checkpoint(
     train: Callable[..., int], validate: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -376,9 +390,7 @@ def test_two_processes_count_every_image_once(
 ) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     options = ["--epochs", "1", "-b", "4", "--model-ema", "--model-ema-warmup"]
-    done = subprocess.run(
-        [*launch, *command[1:], *options], capture_output=True, text=True, cwd=tmp_path, check=False
-    )
+    done = subprocess.run([*launch, *command[1:], *options], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     row = rows(tmp_path / "run")[0]
     for column, flag in (("eval", "--use-ema"), ("eval_raw", "--no-use-ema")):

@@ -147,6 +147,16 @@ def test_checkpoint_of_a_training_run_names_its_model(tmp_path: Path) -> None:
         assert torch.equal(a.weights, b.weights)
 
 
+def test_checkpoint_of_others_needs_its_head(photo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path, sheet = str(tmp_path / "plain.pth"), tmp_path / "sheet.png"
+    torch.save(timm.create_model("soft_tiny", num_classes=3, in_chans=1).state_dict(), path)
+    argv = [str(photo), "--model", "soft_tiny", "--checkpoint", path, "--output", str(sheet), "--size", "64"]
+    assert main(argv) == 2
+    assert "; are --num-classes and --model-kwargs the checkpoint's?" in capfd.readouterr().err
+    assert main([*argv, "--num-classes", "3", "--model-kwargs", "in_chans=1"]) == 0
+    assert sheet.exists()
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -47,8 +47,10 @@ class BatchTransform:
         targets = batch.targets.to(self.device, non_blocking=True)
         images = images.sub_(self.mean).div_(self.std)
         if self.mixup is not None:
-            even = len(images) - len(images) % 2  # mixing pairs images, and a broken one may have left an odd number
-            images, targets = self.mixup(images[:even], targets[:even])
+            count = len(images)
+            if count % 2:  # mixing pairs images, and a broken one has left an odd number: the last is there twice
+                images, targets = torch.cat([images, images[-1:]]), torch.cat([targets, targets[-1:]])
+            images, targets = (mixed[:count] for mixed in self.mixup(images, targets))
         if self.erasing is not None:
             images = self.erasing(images)
         return images.to(memory_format=self.memory_format), targets

@@ -113,7 +113,7 @@ class TrainConfig(DataConfig):
     initial_checkpoint: str = ""  # file to start from, of exactly this model; its images are the default
     resume: str = ""  # checkpoint to continue, or auto: the newest of this experiment
     no_resume_opt: bool = False  # continue the weights but not the optimizer
-    start_epoch: int | None = None  # first epoch; by default 0 or the resumed one
+    start_epoch: int | None = None  # first epoch; by default 0 or the resumed one; --resume auto obeys it once
     head_init_scale: float | None = None  # factor on the initial head weights
     head_init_bias: float | None = None  # initial value of the head's biases
     # Model.
@@ -190,7 +190,7 @@ class TrainConfig(DataConfig):
     # Batch norm and EMA.
     sync_bn: bool = False  # batch statistics over all processes
     dist_bn: Literal["broadcast", "reduce", ""] = "reduce"  # running statistics after an epoch
-    model_ema: bool = False  # keep an average of the weights, which is then ranked
+    model_ema: bool = False  # keep an average of the weights, which is then validated and used
     model_ema_decay: float = 0.9998  # per update
     model_ema_warmup: bool = False  # start the decay low: for short runs
     # Run.
@@ -216,7 +216,7 @@ class TrainedConfig(ModelConfig):
     num_classes: int | None = None  # classes of the head; by default the checkpoint's
     checkpoint: str = ""  # file of the weights; without one the model's published ones
     pretrained: bool = False  # use the published weights, also the default without a checkpoint
-    use_ema: bool | None = None  # averaged weights or not; by default those that the stored metric came from
+    use_ema: bool | None = None  # averaged weights or not; by default the averaged ones of a run that kept them
     batch_size: int = 256  # images per process and step
     use_train_size: bool = False  # published models: the training size, where a test size is given too
     results_file: str = ""  # also write the result to this .json or .csv file

@@ -4,7 +4,7 @@ import itertools
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,29 +57,37 @@ def find_split(root: str | Path, split: str, flag: str) -> Path:
     raise UsageError(f"no folder {tried} in {root}, which holds {some_of(present) or 'no folders'}; choose with {flag}")
 
 
-def scan_folder(root: Path) -> FolderScan:
-    """Find the images below ``root``; as in timm, an image's class is the name of the folder that it lies in.
+def walk(root: Path) -> Iterator[tuple[str, list[str], list[str], list[str]]]:
+    """Every folder from ``root`` down: its path, its subfolders and images by name, and its other files' suffixes.
 
-    Hidden files and folders, whose names begin with a dot, are passed over.
-
-    Raises:
-        UsageError: No images, or images that lie in no class folder.
+    Links are followed; hidden files and folders, whose names begin with a dot, are passed over.
     """
     extensions = image_extensions()
-    images: list[tuple[str, str]] = []
-    empty: list[str] = []
-    others: Counter[str] = Counter()
-    deep: list[str] = []
     for folder, subfolders, files in os.walk(root, followlinks=True):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        found = []
+        images, others = [], []
         for name in files:
             if not name.startswith("."):
                 extension = os.path.splitext(name)[1].lower()  # noqa: PTH122 (speed)
                 if extension in extensions:
-                    found.append(name)
+                    images.append(name)
                 else:
-                    others[extension or "none"] += 1
+                    others.append(extension or "none")
+        yield folder, subfolders, images, others
+
+
+def scan_folder(root: Path) -> FolderScan:
+    """Find the images below ``root``; as in timm, an image's class is the name of the folder that it lies in.
+
+    Raises:
+        UsageError: No images, or images that lie in no class folder.
+    """
+    images: list[tuple[str, str]] = []
+    empty: list[str] = []
+    others: Counter[str] = Counter()
+    deep: list[str] = []
+    for folder, subfolders, found, other in walk(root):
+        others.update(other)
         where = Path(folder).relative_to(root)
         if found and not where.parts:
             raise UsageError(f"{root} holds images outside class folders: {some_of(sorted(found))}; sort them by class")
@@ -90,7 +98,8 @@ def scan_folder(root: Path) -> FolderScan:
         label = Path(folder).name
         images.extend((os.path.join(folder, name), label) for name in found)  # noqa: PTH118 (speed)
     if not images:
-        raise UsageError(f"{root} holds no images; it needs one folder per class with {some_of(sorted(extensions))}")
+        known = some_of(sorted(image_extensions()))
+        raise UsageError(f"{root} holds no images; it needs one folder per class with {known}")
     if deep:
         _logger.warning("%s has images below class folders, whose last folder is their class: %s", root, some_of(deep))
     if others:

@@ -122,7 +122,9 @@ def restore(
     else:
         rate = None
     position = stored_position(checkpoint)
-    if cfg.start_epoch is not None:
+    # The same command with --resume auto goes on where its run stopped.
+    again = cfg.resume == "auto" and stored_options(checkpoint).get("start_epoch") == cfg.start_epoch
+    if cfg.start_epoch is not None and not again:
         position = Position(epoch=cfg.start_epoch)
     if position.step:
         _restore_sums(position, extras, runtime, path, steps)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from soft_models.checkpoints.extras import EXTRAS_KEY, FORMAT
+from soft_models.errors import RunStopped
 
 from .augment import BatchTransform, build_train_transform
 from .config import plain_dict, plain_values
@@ -185,11 +186,19 @@ def checkpoint_state(run: Run) -> dict[str, Any]:
 
 
 def finish_epoch(run: Run, rate: float) -> None:
-    """Validate, log and save the epoch that was trained, and move on to the next."""
+    """Validate, log and save the epoch that was trained, and move on to the next.
+
+    Raises:
+        RunStopped: It had no image, or a file cannot be written.
+    """
     position, learner, plan = run.position, run.learner, run.plan
     epoch = position.epoch
     loss_sum, samples = plan.runtime.gather([position.loss_sum, position.samples]).double().sum(0).tolist()
-    train_loss = loss_sum / max(samples, 1)
+    if not samples:
+        raise RunStopped(
+            f"epoch {epoch} trained on nothing: no image of {plan.train.name} could be read, or no loss was finite"
+        )
+    train_loss = loss_sum / samples
     if epoch == 0:
         run.setup.report.log(plan.runtime)
     row: dict[str, Any] = {"epoch": epoch, "train_loss": train_loss}

@@ -85,12 +85,19 @@ class CheckpointSaver:
                 path.unlink(missing_ok=True)
 
     def _rank(self, epoch: int, metric: float | None) -> None:
-        """Place an epoch among the numbered checkpoints."""
+        """Place an epoch among the numbered checkpoints.
+
+        Of one that is trained again nothing is left there; its ``model_best`` stands until it is beaten.
+        """
+        name = _numbered(epoch)
+        self.history = [entry for entry in self.history if entry[0] != name]
         self.evicted = []
+        if self.best_epoch == epoch:
+            self.best_epoch = None
         if metric is None:
             return
         # Stable: of equals the earlier epoch stays ahead.
-        entries = [entry for entry in self.history if entry[0] != _numbered(epoch)] + [(_numbered(epoch), metric)]
+        entries = [*self.history, (name, metric)]
         ranked = sorted(entries, key=lambda entry: entry[1] if self.decreasing else -entry[1])
         self.history, self.evicted = ranked[: self.max_history], [name for name, _ in ranked[self.max_history :]]
         if self.best_metric is None or self.is_better(metric, self.best_metric):

@@ -124,7 +124,10 @@ def train_in_folder(plan: Plan, prepared: Prepared, folder: Path, stop: StopRequ
 
 
 def report_best(run: Run) -> None:
-    """One JSON line on stdout: the best epoch and its checkpoint, if any epoch had a metric."""
+    """One JSON line on stdout: the best epoch and its checkpoint, if any epoch had a metric.
+
+    The epoch is null where the checkpoint is of a stretch that was trained again, and has not been beaten since.
+    """
     if not run.plan.runtime.is_primary:
         return
     path = run.folder / BEST

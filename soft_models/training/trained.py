@@ -98,7 +98,7 @@ def load_trained(cfg: TrainedConfig, stored: Stored) -> Any:
     own = replace(cfg, img_size=None, input_size=None, in_chans=in_chans)
     arguments = {**(stored.arguments or {}), **model_arguments(own)}
     model = create_model(cfg.model, arguments)
-    load_exactly(model, stored.weights, cfg.checkpoint, advice="are --num-classes and --in-chans the checkpoint's?")
+    load_exactly(model, stored.weights, cfg.checkpoint, advice="are --num-classes and --model-kwargs the checkpoint's?")
     _logger.info("%s: weights %s of %s", cfg.model, stored.key or "of the file", cfg.checkpoint)
     size, known = spatial_size(cfg), getattr(model, "pretrained_cfg", {})
     if size and known.get("fixed_input_size") and hasattr(model, "set_input_size"):

@@ -104,10 +104,13 @@ def summary(
     cfg: ValidateConfig, stored: Stored, model: nn.Module, result: EvalResult, data_config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The result as it is printed, with timm's names."""
-    key, kinds = stored.key.rpartition(".")[2], dict.fromkeys(EMA_KEYS, "ema") | dict.fromkeys(RAW_KEYS, "raw")
+    kind = "pretrained" if stored.weights is None else "file"
+    for name, keys in (("raw", RAW_KEYS), ("ema", EMA_KEYS)):  # averaged ones may lie below, under a raw one's key
+        if not {*stored.key.split(".")}.isdisjoint(keys):
+            kind = name
     return {
         "model": cfg.model,
-        "weights": "pretrained" if stored.weights is None else kinds.get(key, "file"),
+        "weights": kind,
         "loss": result.loss,
         "top1": result.top1,
         "top1_err": round(100 - result.top1, 10),

@@ -20,7 +20,7 @@ def choose_weights(checkpoint: Checkpoint, use_ema: bool | None, path: str | Pat
 
     Args:
         checkpoint: Content of the file.
-        use_ema: Averaged weights or not; None for those that the stored metric came from, else averaged ones if any.
+        use_ema: Averaged weights or not; None for averaged ones where the file has any.
         path: For messages.
 
     Raises:
