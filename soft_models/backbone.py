@@ -64,17 +64,12 @@ class PyramidBackbone(LoadsOfficialWeights):
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.global_pool = check_choice("global_pool", global_pool, self.POOLS)
-        self.check_head(num_classes, num_prefix_tokens)
+        check_head(num_classes, global_pool, num_prefix_tokens)
         self.num_features = self.head_hidden_size = embed_dims[-1]
         self.num_prefix_tokens = num_prefix_tokens
         self.feature_info = [
             {"num_chs": dim, "reduction": 4 * 2**i, "module": f"stages.{i}"} for i, dim in enumerate(embed_dims)
         ]
-
-    def check_head(self, num_classes: int, num_prefix_tokens: int) -> None:
-        """Refuse a classifier over a map, whose channels come before its pixels."""
-        if num_classes > 0 and self.global_pool == "" and num_prefix_tokens == 0:
-            raise ValueError(f"global_pool='' gives a map, which takes num_classes=0, got {num_classes}")
 
     def add_head(self, norm: nn.Module, drop_rate: float, **dd: Any) -> None:
         """Norm, dropout and classifier, registered last; then the initial weights."""
@@ -130,11 +125,14 @@ class PyramidBackbone(LoadsOfficialWeights):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """New head of ``num_classes`` classes, 0 for none; ``global_pool=None`` keeps the pooling."""
-        if global_pool is not None:
-            self.global_pool = check_choice("global_pool", global_pool, self.POOLS)
-            self.check_head(num_classes, self.num_prefix_tokens)
-        self.num_classes = num_classes
+        """New head of ``num_classes`` classes, 0 for none; ``global_pool=None`` keeps the pooling.
+
+        Raises:
+            ValueError: Unknown ``global_pool``, or a classifier over a map; the model stays as it was.
+        """
+        pool = self.global_pool if global_pool is None else check_choice("global_pool", global_pool, self.POOLS)
+        check_head(num_classes, pool, self.num_prefix_tokens)
+        self.global_pool, self.num_classes = pool, num_classes
         if num_classes > 0:
             like = next(self.parameters())
             self.head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
@@ -255,6 +253,12 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
     if value not in choices:
         raise ValueError(f"unknown {name} {value!r}; choose one of {choices}")
     return value
+
+
+def check_head(num_classes: int, global_pool: str, num_prefix_tokens: int) -> None:
+    """Refuse a classifier over a map, whose channels come before its pixels."""
+    if num_classes > 0 and global_pool == "" and num_prefix_tokens == 0:
+        raise ValueError(f"global_pool='' gives a map, which takes num_classes=0, got {num_classes}")
 
 
 def check_lengths(count: int = 4, **per_stage: Any) -> None:

@@ -39,14 +39,14 @@ class MapBackbone(nn.Module):
         frozen_bn: Every batch normalisation of the model stays as it is, for batches too small for statistics.
         checkpoint: A classifier's file, of ``train.py`` or official; what is loaded and what dropped is logged. Without
             ``img_size`` a pyramid's position tables keep the grids they have there, so each tensor arrives bit by bit.
-        **kwargs: Constructor arguments of the model, such as ``drop_path_rate``.
+        **kwargs: Constructor arguments of the model, such as ``drop_path_rate``; not ``device`` and ``dtype``.
 
     Shape:
         ``(B, in_chans, H, W)`` to a list of ``(B, channels[i], ceil(H / strides[i]), ceil(W / strides[i]))``. Of a ViT,
         for sides that 16 divides; others are padded first.
 
     Raises:
-        ValueError: Unknown ``name``; ``out_indices`` or ``frozen_stages`` out of range.
+        ValueError: Unknown ``name``; ``out_indices`` or ``frozen_stages`` out of range; ``device`` or ``dtype``.
         CheckpointError: The file cannot be read, or does not fit.
     """
 
@@ -61,6 +61,8 @@ class MapBackbone(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
+        if not kwargs.keys().isdisjoint(("device", "dtype")):  # which the modules behind the model would not have
+            raise ValueError("a backbone is built on the CPU in float32: leave device and dtype to .to(...)")
         stages = check_stages(out_indices)
         is_vit = "_vit_" in check_name(name)
         choices = (0,) if is_vit else tuple(range(len(STRIDES) + 1))
@@ -255,7 +257,7 @@ def create_features(name: str, out_indices: tuple[int, ...], checkpoint: str | P
     dropped = [key for key in weights if key not in own]
     equal = [key for key in weights if key in own and torch.equal(weights[key], own[key])]
     _logger.info(
-        "%s: %d of its %d tensors are those of the backbone now, %d are changed by a resize; dropped: %s",
+        "%s: %d of its %d tensors are those of the backbone now, %d are adapted to it; dropped: %s",
         checkpoint, len(equal), len(weights), len(weights) - len(equal) - len(dropped), ", ".join(dropped) or "none",
     )  # fmt: skip
     return features

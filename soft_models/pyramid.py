@@ -130,8 +130,8 @@ class PyramidTransformer(PyramidBackbone):
         landmarks: ``"avg"`` or ``"conv"``: how SOFT reduces the queries to landmarks.
         landmark_grid: Landmarks along each side, an int or (height, width), clipped to the map; None for one per
             ``sr_ratios`` cell, which ties their number to the image.
-        sr_ratios: Pixels per landmark along each side of the map, of each stage; read by ``landmarks="conv"`` and
-            ``landmark_grid=None``.
+        sr_ratios: Pixels per landmark along each side of the map, of each stage; read by ``landmarks="conv"``, which
+            needs a map of so many, and by ``landmark_grid=None``.
         local_kernels: Side of the depthwise convolution of V in stages 1 to 3, in pixels; 0 for none.
         inverse: How SOFT inverts the landmark kernel: ``"newton"``, the released operator, or ``"solve"``, exact; None
             for the first with ``"conv"`` landmarks, as released, and the second with ``"avg"``.

@@ -22,16 +22,14 @@ FOLDER = Path(__file__).parent / "data/golden"
 # One of each family, and every attention in SOFT-Tiny's body.
 NAMES = sorted({*family_names(), *(name for name in registered_names() if name.startswith("pyramid_tiny_"))})
 LOGITS = 8
-SIZE = (96, 64)  # the position tables of the pyramids are resized to it
-BOUND_TO_SIZE = ("cosformer",)  # their tables take the size that the model was made for
+SIZE = (96, 64)  # position tables are resized to it
 
 
 def record(name: str) -> dict[str, Any]:
     """Names, shapes and the first logits of a registered model."""
     model = enliven(timm.create_model(name).eval())
-    size = (224, 224) if name.startswith(BOUND_TO_SIZE) else SIZE
     with torch.no_grad():
-        logits = model(torch.randn(1, 3, *size, generator=torch.Generator().manual_seed(0)))
+        logits = model(torch.randn(1, 3, *SIZE, generator=torch.Generator().manual_seed(0)))
     return {
         "tensors": {key: list(tensor.shape) for key, tensor in model.state_dict().items()},
         "logits": [round(value, 6) for value in logits[0, :LOGITS].tolist()],

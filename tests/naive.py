@@ -1,6 +1,8 @@
 """Each formula as loops or N x N matrices, written from the papers, without regard to speed."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +62,13 @@ def naive_vicinity(q: Tensor, k: Tensor, v: Tensor, feat_size: tuple[int, int], 
         inverse = naive_clamp(1 / (query @ wide_k.sum(dim=0) + 1e-4))
         rows.append(naive_clamp(naive_clamp(query @ product) * inverse))
     return torch.stack(rows)
+
+
+def per_head(function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
+    """A function of one head over batch and heads, ``(B, h, N, d)``."""
+    return torch.stack(
+        [torch.stack([function(q[b, i], k[b, i], v[b, i], *args) for i in range(q.shape[1])]) for b in range(len(q))]
+    )
 
 
 def naive_clamp(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from official import (
+    MINI,
     door_overlay,
     mini,
     nested,
@@ -106,19 +107,20 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
     [
         ({"epoch": 3}, "no weights under"),
         ({"conv1.weight": torch.ones(3)}, "the weights do not fit: 0 of the model's"),
+        (official() | {"norm.bias": torch.full((128,), torch.nan)}, "1 tensors of the file hold NaN or infinity"),
         ({f"{prefix}.w": torch.ones(1) for prefix in ("module", "module.module")}, "the file holds several models"),
     ],
-    ids=["none", "foreign", "several"],
+    ids=["none", "foreign", "nan", "several"],
 )
 def test_what_is_wrong_with_weights_comes_with_the_name_of_their_file(
     content: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(content, tmp_path / "other.pth")
-    for door in (door_overlay, lambda path: FPNBackbone("soft_tiny", checkpoint=path)):
+    for door in (door_overlay, lambda path: FPNBackbone("soft_conv_tiny", checkpoint=path, **MINI)):
         with pytest.raises(CheckpointError, match=f"^{path}: {message}"):
             door(path)
-    assert convert_main([str(path), str(tmp_path / "out.pth")]) == 2
-    assert f"convert: error: {path}" in capsys.readouterr().err
+    assert convert_main([str(path), str(tmp_path / "out.pth"), "--model", "soft_conv_tiny"]) == 2
+    assert f"convert: error: {path}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -291,10 +291,22 @@ def test_wrong_variant_is_recognised() -> None:
         timm.create_model("soft_conv_base").load_state_dict(weights)
 
 
+@pytest.mark.parametrize("lost", ["head", "patch_embed.0.0.weight", "head of the model"])
+def test_a_refusal_never_names_the_model_that_refuses(lost: str) -> None:
+    model = timm.create_model("soft_tiny", num_classes=0 if lost == "head of the model" else 7)
+    weights = timm.create_model("soft_tiny", num_classes=7).state_dict()
+    weights = {name: tensor for name, tensor in weights.items() if not name.startswith(lost)}
+    with pytest.raises(CheckpointError, match=r"of the model's \d+ tensors match; \d (missing|unexpected): ") as caught:
+        model.load_state_dict(weights)
+    assert "the file fits" not in str(caught.value)
+    assert ("adapts these" in str(caught.value)) == lost.startswith("head")
+
+
 def test_loading_without_strict_takes_what_there_is() -> None:
     model = mini()
     result = model.load_state_dict(without("norm.bias"), strict=False)
     assert result.missing_keys == ["norm.bias"] and not result.unexpected_keys
+    assert "norm.weight" in model.load_state_dict({}, strict=False).missing_keys
 
 
 @pytest.mark.parametrize("source", [{"file": "weights.pth"}, {"url": "https://example.org/weights.pth"}])

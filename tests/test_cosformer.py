@@ -77,25 +77,18 @@ def random_heads(*lengths: int) -> list[Tensor]:
     return [torch.randn(2, 3, n, 5, dtype=torch.float64, requires_grad=True) for n in lengths]
 
 
-def per_head(function: object, q: Tensor, k: Tensor, v: Tensor, *args: object) -> Tensor:
-    """A naive one-head function over batch and heads."""
-    return torch.stack(
-        [torch.stack([function(q[b, i], k[b, i], v[b, i], *args) for i in range(q.shape[1])]) for b in range(len(q))]
-    )
-
-
 @pytest.mark.parametrize(("n", "n_k", "max_len"), [(49, 49, None), (13, 29, None), (29, 13, None), (17, 17, 40)])
 def test_cosformer_equals_naive_with_gradients(n: int, n_k: int, max_len: int | None) -> None:
     q, k, v = random_heads(n, n_k, n_k)
     out = cosformer_attention(q, k, v, max_len=max_len)
-    assert_equal_with_gradients(out, per_head(naive.naive_cosformer, q, k, v, False, max_len), [q, k, v])
+    assert_equal_with_gradients(out, naive.per_head(naive.naive_cosformer, q, k, v, False, max_len), [q, k, v])
 
 
 @pytest.mark.parametrize("n", [1, 7, 128, 129, 300])
 def test_causal_equals_naive_with_gradients(n: int) -> None:
     q, k, v = random_heads(n, n, n)
     out = cosformer_attention(q, k, v, causal=True)
-    assert_equal_with_gradients(out, per_head(naive.naive_cosformer, q, k, v, True), [q, k, v])
+    assert_equal_with_gradients(out, naive.per_head(naive.naive_cosformer, q, k, v, True), [q, k, v])
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 5, 64])
@@ -111,7 +104,7 @@ def test_cosformer2d_equals_naive_with_gradients(feat_size: tuple[int, int], num
     n = feat_size[0] * feat_size[1] + num_prefix
     q, k, v = random_heads(n, n, n)
     out = cosformer2d_attention(q, k, v, feat_size)
-    assert_equal_with_gradients(out, per_head(naive.naive_cosformer2d, q, k, v, feat_size), [q, k, v])
+    assert_equal_with_gradients(out, naive.per_head(naive.naive_cosformer2d, q, k, v, feat_size), [q, k, v])
 
 
 def test_map_table_factors_the_sum_of_cosines() -> None:
@@ -224,5 +217,9 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         cosformer_attention(q, k, v, causal=True)
     with pytest.raises(ValueError, match="must not be longer than max_len, got 5 tokens and max_len=3"):
         cosformer_attention(q, k, v, max_len=3)
+    attn = CosformerAttention(8, num_heads=2, max_len=3)
+    for method in (attn, attn.attention_matrix):
+        with pytest.raises(ValueError, match="must not be longer than max_len, got 5 tokens and max_len=3"):
+            method(torch.randn(1, 5, 8), (1, 5))
     with pytest.raises(ValueError, match="max_len must be at least 1, got 0"):
         CosformerAttention(8, num_heads=2, max_len=0)

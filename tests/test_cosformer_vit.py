@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from small_models import enliven
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
 from torch import nn
 
@@ -24,18 +25,6 @@ SOURCES = (
     "deit_tiny_distilled_patch16_224.fb_in1k",
     "deit3_small_patch16_224.fb_in1k",
 )
-
-
-def randomise(model: nn.Module) -> nn.Module:
-    """Weights that leave no two parts alike, so that a mistaken place shows."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            noise = torch.randn(p.shape, generator=generator)
-            p.copy_(1 + 0.1 * noise if "norm" in name and p.ndim == 1 else 0.1 * noise if p.ndim == 1 else 0.05 * noise)
-            if name.endswith("gamma"):
-                p.copy_(0.5 + 0.1 * noise)
-    return model.eval()
 
 
 @pytest.mark.parametrize(("size", "millions"), [("tiny", 5.72), ("small", 22.05), ("base", 86.57)])
@@ -89,7 +78,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
 
 def save_source(folder: Path, name: str, **kwargs: Any) -> tuple[Path, nn.Module]:
     """A random timm model and its file, named as timm's downloads are."""
-    model = randomise(timm.create_model(name, **kwargs))
+    model = enliven(timm.create_model(name, **kwargs).eval())
     path = folder / f"{name}.pth"
     torch.save(model.state_dict(), path)
     return path, model
@@ -146,7 +135,10 @@ def test_source_is_read_from_config_json_architecture_or_cache_path(tmp_path: Pa
         ("plain/model.bin", {"architecture": "vit_tiny_patch16_224"}),
         ("hub/models--timm--vit_tiny_patch16_224.augreg_in21k_ft_in1k/snapshots/0a1b/model.bin", {}),
         ("saved/pytorch_model.bin", {}),
+        ("hub2/models--timm--vit_tiny_patch16_224.augreg_in21k_ft_in1k/snapshots/list/model.bin", {}),
+        ("hub2/models--timm--vit_tiny_patch16_224.augreg_in21k_ft_in1k/snapshots/text/model.bin", {}),
     ]
+    of_others = {"list": "[]", "text": "no JSON"}
     for place, extra in cases:
         path = tmp_path / place
         path.parent.mkdir(parents=True)
@@ -154,6 +146,8 @@ def test_source_is_read_from_config_json_architecture_or_cache_path(tmp_path: Pa
         if place.startswith("saved"):
             config = {"architecture": "vit_tiny_patch16_224", "pretrained_cfg": {"tag": "augreg_in21k_ft_in1k"}}
             (path.parent / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        elif path.parent.name in of_others:
+            (path.parent / "config.json").write_text(of_others[path.parent.name], encoding="utf-8")
         model = timm.create_model(TINY, pretrained=True, depth=2, pretrained_cfg_overlay={"file": str(path), **extra})
         assert model.pretrained_cfg["mean"] == IMAGENET_INCEPTION_MEAN, place
         assert model.pretrained_cfg["std"] == IMAGENET_INCEPTION_STD, place
@@ -192,7 +186,7 @@ def test_start_from_other_sizes_channels_and_classes(tmp_path: Path) -> None:
 
 
 def test_own_checkpoints_load_unchanged_and_into_another_image_size(tmp_path: Path) -> None:
-    own = randomise(timm.create_model(TINY, depth=2))
+    own = enliven(timm.create_model(TINY, depth=2).eval())
     path = tmp_path / "own.pth"
     torch.save({"state_dict": {f"module.{k}": v for k, v in own.state_dict().items()}}, path)
     model = timm.create_model(TINY, pretrained=True, depth=2, pretrained_cfg_overlay={"file": str(path)}).eval()
@@ -210,7 +204,7 @@ def test_own_checkpoints_load_unchanged_and_into_another_image_size(tmp_path: Pa
 
 
 def test_old_layer_scale_names_are_folded_too() -> None:
-    source = randomise(timm.create_model("deit3_small_patch16_224", depth=2))
+    source = enliven(timm.create_model("deit3_small_patch16_224", depth=2).eval())
     model = timm.create_model("cosformer_vit_small_patch16_224", depth=2)
     old = {k.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): v for k, v in source.state_dict().items()}
     expected = vit_filter_fn(source.state_dict(), model)

@@ -123,7 +123,7 @@ def test_classifier_goes_into_a_backbone_bit_by_bit(
     assert own
     assert all(torch.equal(value, given[key]) for key, value in own.items())
     assert f"{len(own)} of its {len(given)} tensors" in caplog.text
-    assert "0 are changed by a resize" in caplog.text
+    assert "0 are adapted to it" in caplog.text
     assert "head.weight, head.bias" in caplog.text
 
 
@@ -132,7 +132,7 @@ def test_another_image_size_resizes_the_tables_and_says_so(tmp_path: Path, caplo
     with caplog.at_level(logging.INFO, "soft_models.downstream"):
         backbone = MapBackbone("soft_tiny", checkpoint=path, img_size=96, **PYRAMID)
     assert backbone.model.model.stages[0].pos_embed.shape[1:3] == (24, 24)
-    assert "4 are changed by a resize" in caplog.text
+    assert "4 are adapted to it" in caplog.text
 
 
 def test_checkpoint_of_another_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +153,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path: Path, monkeypatch: pyt
         ({"out_indices": 3}, "must be ascending numbers from 0 to 3, got 3"),
         ({"out_indices": (2, 1)}, "must be ascending"),
         ({"out_indices": (0, 4)}, "must be ascending"),
+        ({"dtype": torch.float64}, r"leave device and dtype to \.to\(\.\.\.\)"),
         ({"frozen_stages": 5}, r"frozen_stages of soft_tiny must be one of \(0, 1, 2, 3, 4\), got 5"),
         ({"name": VIT, "frozen_stages": 1}, r"must be one of \(0,\), got 1"),
     ],

@@ -133,6 +133,8 @@ def test_pyramid_methods_refuse_wrong_arguments_by_name() -> None:
         model.init_weights("jax")
     with pytest.raises(ValueError, match="images must be at least 32 x 32 pixels, got 48 x 31"):
         model(images(size=(48, 31)))
+    with pytest.raises(ValueError, match="at least sr_ratio x sr_ratio pixels, got 7 x 8 and sr_ratio=8"):
+        pyramid(landmarks="conv", sr_ratios=(8, 8, 2, 1))(images(size=(56, 64)))
 
 
 def test_class_token_pooling_is_the_first_token() -> None:

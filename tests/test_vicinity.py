@@ -15,19 +15,11 @@ def random_heads(n: int, scale: float = 1.0) -> list[Tensor]:
     return [(scale * torch.randn(2, 3, n, 5, dtype=torch.float64)).requires_grad_() for _ in range(3)]
 
 
-def per_head(q: Tensor, k: Tensor, v: Tensor, feat_size: tuple[int, int], clamp: bool) -> Tensor:
-    rows = [
-        torch.stack([naive.naive_vicinity(q[b, i], k[b, i], v[b, i], feat_size, clamp) for i in range(q.shape[1])])
-        for b in range(len(q))
-    ]
-    return torch.stack(rows)
-
-
 @pytest.mark.parametrize(("feat_size", "num_prefix"), [((7, 7), 0), ((4, 9), 0), ((2, 2), 0), ((3, 4), 2)])
 def test_plain_form_equals_naive_with_gradients(feat_size: tuple[int, int], num_prefix: int) -> None:
     q, k, v = random_heads(feat_size[0] * feat_size[1] + num_prefix)
     out = vicinity_attention(q, k, v, feat_size, clamp=False)
-    assert_equal_with_gradients(out, per_head(q, k, v, feat_size, False), [q, k, v])
+    assert_equal_with_gradients(out, naive.per_head(naive.naive_vicinity, q, k, v, feat_size, False), [q, k, v])
 
 
 # Each scale makes other limits bind: small ones the lower limits, large ones the upper.
@@ -36,7 +28,7 @@ def test_plain_form_equals_naive_with_gradients(feat_size: tuple[int, int], num_
 def test_limited_form_equals_naive_with_gradients(scale: float, feat_size: tuple[int, int]) -> None:
     q, k, v = random_heads(feat_size[0] * feat_size[1], scale)
     out = vicinity_attention(q, k, v, feat_size)
-    assert_equal_with_gradients(out, per_head(q, k, v, feat_size, True), [q, k, v])
+    assert_equal_with_gradients(out, naive.per_head(naive.naive_vicinity, q, k, v, feat_size, True), [q, k, v])
 
 
 def test_limits_bind_and_matter() -> None:

@@ -133,6 +133,18 @@ def test_pruning_ends_at_the_last_kept_stage() -> None:
     torch.testing.assert_close(model(x), expected.mean(dim=(2, 3)))
 
 
+def test_a_classifier_over_a_map_is_refused_and_the_model_stays_as_it_was() -> None:
+    model, x = VicinityVisionTransformer(**MINI).eval(), torch.randn(1, 3, 64, 64)
+    expected = model(x)
+    with pytest.raises(ValueError, match="global_pool='' gives a map, which takes num_classes=0, got 10"):
+        model.reset_classifier(10, "")
+    assert torch.equal(model(x), expected)
+    model.reset_classifier(0, "")
+    with pytest.raises(ValueError, match="global_pool='' gives a map, which takes num_classes=0, got 10"):
+        model.reset_classifier(10)
+    assert model(x).shape == (1, model.num_features, 2, 2)
+
+
 def test_wrong_arguments_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="unknown act_layer 'gleu'; choose a name of timm's"):
         VicinityVisionTransformer(act_layer="gleu")

@@ -203,11 +203,7 @@ def attend_raster(
     N, N_k = q.shape[-2], k.shape[-2]
     if causal and N != N_k:
         raise ValueError(f"causal attention needs as many queries as keys, got {N} and {N_k}")
-    length = max(N, N_k)
-    if max_len is not None:
-        if length > max_len:
-            raise ValueError(f"a sequence must not be longer than max_len, got {length} tokens and max_len={max_len}")
-        length = max_len
+    length = angle_length(max(N, N_k), max_len)
     if key_padding_mask is not None:
         k = k.masked_fill(key_padding_mask[:, None, :, None], 0.0)
         v = v.masked_fill(key_padding_mask[:, None, :, None], 0.0)
@@ -215,6 +211,19 @@ def attend_raster(
     if causal:
         return causal_linear_attention(reweight(q, table_q), reweight(k, table_k), v)
     return reweighted_attention(q, k, v, table_q, table_k)
+
+
+def angle_length(n: int, max_len: int | None) -> int:
+    """M for the longer sequence's length.
+
+    Raises:
+        ValueError: It is longer than ``max_len``.
+    """
+    if max_len is None:
+        return n
+    if n > max_len:
+        raise ValueError(f"a sequence must not be longer than max_len, got {n} tokens and max_len={max_len}")
+    return max_len
 
 
 def cosformer2d_attention(q: Tensor, k: Tensor, v: Tensor, feat_size: tuple[int, int]) -> Tensor:
@@ -338,7 +347,7 @@ class CosformerAttention(nn.Module):
         q, k, _ = project_heads(self.qkv(x), self.num_heads)
         N = x.shape[1]
         with autocast_off(x):
-            table = raster_table(N, N if self.max_len is None else self.max_len, q)
+            table = raster_table(N, angle_length(N, self.max_len), q)
             return explicit_weights(q, k, table, rows, self.causal)
 
 

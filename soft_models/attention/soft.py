@@ -25,7 +25,7 @@ from soft_models.attention.tokens import (
     tokens_to_map,
     unfold_heads,
 )
-from soft_models.graphs import is_traced
+from soft_models.graphs import is_graph, is_traced
 
 __all__ = [
     "Landmarks",
@@ -159,8 +159,8 @@ class Landmarks(nn.Module):
         ``(B, H * W, C)`` to ``(B * h, M, d)``.
 
     Raises:
-        ValueError: ``num_heads`` does not divide ``dim``, ``kind`` is neither of these, or ``sr_ratio`` or ``grid`` is
-            below 1.
+        ValueError: ``num_heads`` does not divide ``dim``, ``kind`` is neither of these, ``sr_ratio`` or ``grid`` is
+            below 1, or a map is smaller than the convolution.
     """
 
     def __init__(
@@ -189,10 +189,21 @@ class Landmarks(nn.Module):
     def forward(self, q: Tensor, feat_size: tuple[int, int]) -> Tensor:
         B, _, C = q.shape
         x = self.pool(tokens_to_map(q, feat_size))
+        if not torch.jit.is_scripting():
+            self.check_map(x)
         x = x.reshape(B * self.num_heads, C // self.num_heads, x.shape[-2], x.shape[-1])
         if self.conv is not None:
             x = self.conv(x)
         return self.act(self.norm(x.flatten(2).transpose(1, 2) * self.scale))
+
+    @torch.jit.ignore
+    def check_map(self, x: Tensor) -> None:
+        """Refuse a map that the convolution does not fit into; in graphs, whose sizes may be open, torch does."""
+        if self.conv is not None and not is_graph() and min(x.shape[-2:]) < self.sr_ratio:
+            raise ValueError(
+                f"landmarks='conv' needs a map of at least sr_ratio x sr_ratio pixels, got {x.shape[-2]} x "
+                f"{x.shape[-1]} and sr_ratio={self.sr_ratio}"
+            )
 
     def pool(self, x: Tensor) -> Tensor:
         """Average-pool ``(B, C, H, W)``; for the convolution only so far that it gives the grid."""

@@ -72,7 +72,9 @@ def convert(args: argparse.Namespace) -> int:
             f"{args.source} fits no model of ours (it has {some_of(weights)}): give --model to see what does not "
             "fit. Files of timm's ViT and DeiT need no conversion, train.py --pretrained-path takes them"
         )
-    check_name(names[0], weights)
+    check_name(names[0])
+    with naming(args.source):
+        check_weights(names[0], weights)
     used = len(strip_prefixes(found))
     _logger.info("matched: %d of %d tensors, as %d of %s", used, len(found), len(weights), " or ".join(names))
     _logger.info("dropped: %s", f"{len(found) - used} tensors" if used < len(found) else "nothing")
@@ -87,11 +89,15 @@ def convert(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_name(name: str, weights: dict[str, Tensor]) -> None:
-    """Refuse weights that do not fill the model ``name``, whatever their classes, channels and image size."""
+def check_name(name: str) -> None:
+    """Refuse a name that timm does not know."""
     if not timm.is_model(name):
         hint = suggestion(name, registered_names()) or "; python -m soft_models lists them"
         raise CheckpointError(f"unknown model {name!r}{hint}")
+
+
+def check_weights(name: str, weights: dict[str, Tensor]) -> None:
+    """Refuse weights that do not fill the model ``name``, whatever their classes, channels and image size."""
     model = timm.create_model(name, device="meta")
     tables = {key for key in weights if key.endswith("pos_embed")}
     check_fit(weights, model, reshaped=free_names(model) | tables, absent=head_names(model))

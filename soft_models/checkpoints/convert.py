@@ -25,7 +25,7 @@ _logger = logging.getLogger(__name__)
 
 
 def convert_state_dict(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, Tensor]:
-    """Names, pieces and position tables as ``model`` has them; nothing is checked, and values stay as they are.
+    """Names, pieces and position tables as ``model`` has them; whether all of it fits is not checked.
 
     Args:
         state_dict: Weights by official or by our names, perhaps wrapped (``{"state_dict": ...}``) or prefixed
@@ -34,6 +34,9 @@ def convert_state_dict(state_dict: Mapping[str, Any], model: nn.Module) -> dict[
 
     Returns:
         New dict; tensors that belong to no part of the model keep their names.
+
+    Raises:
+        CheckpointError: There are no weights, or those of several models.
     """
     _, found = find_weights(state_dict)
     weights = strip_prefixes(found)
@@ -113,11 +116,11 @@ def check_fit(
     reshaped = set(reshaped)
     missing = [name for name in own if name not in weights and name not in optional]
     unexpected = [name for name in weights if name not in own and name not in optional]
-    misfits = [
-        f"{name} {tuple(tensor.shape)} for {tuple(own[name].shape)}"
+    misfits = {
+        name: f"{name} {tuple(tensor.shape)} for {tuple(own[name].shape)}"
         for name, tensor in weights.items()
         if name in own and name not in reshaped and tensor.shape != own[name].shape
-    ]
+    }
     if missing or unexpected or misfits:
         matched = len(own.keys() & weights.keys()) - len(misfits)
         parts = [f"{matched} of the model's {len(own)} tensors match"]
@@ -126,19 +129,22 @@ def check_fit(
         else:
             parts += [
                 f"{len(names)} {what}: {some_of(names)}"
-                for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", misfits))
+                for what, names in (
+                    ("missing", missing),
+                    ("unexpected", unexpected),
+                    ("of another shape", misfits.values()),
+                )
                 if names
             ]
         names = matching_names(weights)
-        if getattr(model, "pretrained_cfg", {}).get("architecture") not in names:
-            parts = parts if not names else []  # what differs between two models is long, and helps nobody
-        elif not missing + unexpected:
-            parts.append(
-                "but for head or input channels they do: timm.create_model(name, pretrained=True, "
-                "pretrained_cfg_overlay=dict(file=...)) adapts these"
-            )
-            names = []
-        if names:
+        if getattr(model, "pretrained_cfg", {}).get("architecture") in names:
+            if {*missing, *unexpected} <= head_names(model) and misfits.keys() <= free_names(model):
+                parts.append(
+                    "but for head or input channels they do: timm.create_model(name, pretrained=True, "
+                    "pretrained_cfg_overlay=dict(file=...)) adapts these"
+                )
+        elif names:
+            parts.clear()  # what differs between two models is long, and helps nobody
             hint = ", whether with normalisation cannot be told from its names" if len(names) > 1 else ""
             parts.append(f"the file fits {' or '.join(map(repr, names))}{hint}")
         raise CheckpointError(f"the weights do not fit: {'; '.join(parts)}")
@@ -216,9 +222,9 @@ class LoadsOfficialWeights(nn.Module):
         """As torch's; with ``strict``, what does not fit is one line that says what would.
 
         Raises:
-            CheckpointError: ``strict``, and the weights do not fit.
+            CheckpointError: ``strict``, and the weights do not fit; or as :func:`convert_state_dict`.
         """
-        weights = convert_state_dict(state_dict, self)
+        weights = convert_state_dict(state_dict, self) if state_dict else {}
         if strict:
             check_fit(weights, self)
         return super().load_state_dict(weights, strict, assign)

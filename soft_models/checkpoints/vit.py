@@ -5,6 +5,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,11 +102,11 @@ def source_name(cfg: Mapping[str, Any]) -> str:
     """
     file = cfg.get("file")
     candidates = [".".join(filter(None, (cfg.get("architecture"), cfg.get("tag"))))]
-    config = Path(file).parent / "config.json" if file else None
-    if config is not None and config.is_file():
-        saved = json.loads(config.read_text(encoding="utf-8"))
-        saved_cfg = saved.get("pretrained_cfg") or {}
-        candidates.append(".".join(filter(None, (saved.get("architecture"), saved_cfg.get("tag")))))
+    if file:
+        with suppress(OSError, ValueError, AttributeError, TypeError):  # there is none, or one of another program
+            saved = json.loads((Path(file).parent / "config.json").read_text(encoding="utf-8"))
+            tag = (saved.get("pretrained_cfg") or {}).get("tag")
+            candidates.append(".".join(filter(None, (saved.get("architecture"), tag))))
     for place in (file, cfg.get("hf_hub_id"), cfg.get("url")):
         for part in reversed(Path(place or "").parts):
             candidates.extend(NAME.findall(re.sub(r"(\.(pth|tar|pt|bin|safetensors))+$", "", part)))
