@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from soft_models.attention.soft import SoftAttention
 from soft_models.layers import Block, ConvBNReLU, TanhGELU
+from soft_models.linear import Linear
 
 __all__ = ["make_plain"]
 
@@ -19,8 +20,10 @@ def make_plain(model: nn.Module) -> nn.Module:
             module.__dict__["forward"] = MethodType(plain_forward, module)
         elif isinstance(module, ConvBNReLU):
             module.register_forward_pre_hook(lambda _, maps: (maps[0].contiguous(),))
+        elif isinstance(module, Linear):
+            module.__dict__["takes_convolution"] = lambda _: False
         elif isinstance(module, Block):
-            module.mlp.register_forward_hook(lambda *_: None)  # looked into, it is computed whole and as it stands
+            module.mlp.register_forward_hook(lambda *_: None)  # looked into, it is computed whole
         elif isinstance(module, TanhGELU):
             module.__dict__["takes_sigmoid"] = lambda _: False
     return model

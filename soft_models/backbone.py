@@ -128,11 +128,13 @@ class PyramidBackbone(LoadsOfficialWeights):
         """New head of ``num_classes`` classes, 0 for none; ``global_pool=None`` keeps the pooling.
 
         Raises:
-            ValueError: Unknown ``global_pool``, or a classifier over a map; the model stays as it was.
+            ValueError: Unknown ``global_pool``, or one that gives a map to a classifier; the model stays as it was.
         """
-        pool = self.global_pool if global_pool is None else check_choice("global_pool", global_pool, self.POOLS)
-        check_head(num_classes, pool, self.num_prefix_tokens)
-        self.global_pool, self.num_classes = pool, num_classes
+        if global_pool is not None:
+            check_choice("global_pool", global_pool, self.POOLS)
+            check_head(num_classes, global_pool, self.num_prefix_tokens)
+            self.global_pool = global_pool
+        self.num_classes = num_classes
         if num_classes > 0:
             like = next(self.parameters())
             self.head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
@@ -161,10 +163,16 @@ class PyramidBackbone(LoadsOfficialWeights):
         return self.norm(self.stages(self.patch_embed(prepare_images(x))))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Pooling, dropout and classifier; ``pre_logits`` stops before the classifier."""
+        """Pooling, dropout and classifier; ``pre_logits`` stops before the classifier.
+
+        Raises:
+            ValueError: There is a classifier, and no pooling of the map.
+        """
         if self.num_prefix_tokens == 0:
             if self.global_pool != "":
                 x = x.mean(dim=(2, 3))
+            elif not pre_logits:
+                check_head(self.num_classes, self.global_pool, self.num_prefix_tokens)
         elif self.global_pool == "token":
             x = x[:, 0]
         elif self.global_pool == "avg":

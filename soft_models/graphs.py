@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-__all__ = ["is_exporting", "is_graph", "is_open", "is_traced", "is_unobserved", "is_watched"]
+__all__ = ["is_exporting", "is_graph", "is_open", "is_traced", "is_unobserved"]
 
 
 def is_graph() -> bool:

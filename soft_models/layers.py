@@ -1,15 +1,14 @@
 """Parts that the models share: image batches, position tables, blocks, initial weights."""
 
 import math
-import platform
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import timm.layers
 import torch
 import torch.nn.functional as F
 from timm.layers import (
     DropPath,
-    Mlp,
     register_notrace_function,
     resample_abs_pos_embed_nhwc,
     trunc_normal_,
@@ -18,22 +17,21 @@ from timm.models import checkpoint
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_conv_bn_weights
 
-from soft_models.attention.tokens import tokens_to_map
-from soft_models.graphs import is_exporting, is_graph, is_unobserved, is_watched
+from soft_models.graphs import is_graph, is_unobserved
+from soft_models.linear import Linear
 
 __all__ = [
     "MIN_SIZE",
     "Block",
     "Blocks",
     "ConvBNReLU",
+    "Mlp",
     "PostNormBlock",
     "TanhGELU",
     "add_pos_embed",
-    "convolve",
     "in_groups",
     "init_module_weights",
     "prepare_images",
-    "takes_convolutions",
 ]
 
 
@@ -167,36 +165,12 @@ class TanhGELU(nn.Module):
         return is_unobserved(self, x) and x.dtype in (torch.float32, torch.float64)
 
 
-# oneDNN's 1 x 1 convolutions take less time than the matrix products of torch.nn.Linear; measured on x86 alone.
-HAS_FAST_CONVOLUTIONS = torch.backends.mkldnn.is_available() and platform.machine().lower() in ("x86_64", "amd64")
-MANY_TOKENS = 512  # from where a convolution's overhead does not count
+class Mlp(timm.layers.Mlp):
+    """timm's MLP, of our linear layers."""
 
-
-def takes_convolutions(mlp: Any, x: Tensor, feat_size: tuple[int, int]) -> bool:
-    """Whether the layers of ``mlp`` are faster as 1 x 1 convolutions over the map, and nothing looks at them."""
-    if not HAS_FAST_CONVOLUTIONS or not isinstance(x, Tensor) or x.device.type != "cpu" or x.dtype != torch.float32:
-        return False
-    if is_exporting() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu"):
-        return False
-    if type(mlp.fc1) is not nn.Linear or type(mlp.fc2) is not nn.Linear:
-        return False  # adapters and the like
-    if is_watched(mlp, mlp.fc1, mlp.fc2):
-        return False
-    if x.shape[1] != feat_size[0] * feat_size[1]:  # a class token
-        return False
-    return torch.compiler.is_compiling() or x.shape[0] * x.shape[1] >= MANY_TOKENS
-
-
-def mlp_by_convolutions(mlp: Mlp, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
-    """timm's MLP with its linear layers as 1 x 1 convolutions over the map."""
-    x = mlp.drop1(mlp.act(convolve(mlp.fc1, x, feat_size)))
-    return mlp.drop2(convolve(mlp.fc2, mlp.norm(x), feat_size))
-
-
-def convolve(linear: nn.Linear, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
-    """A linear layer over tokens as a 1 x 1 convolution over their map."""
-    y = F.conv2d(tokens_to_map(x, feat_size), linear.weight[:, :, None, None], linear.bias)
-    return y.flatten(2).transpose(1, 2)
+    def __init__(self, in_features: int, hidden_features: int, **kwargs: Any) -> None:
+        super().__init__(in_features, hidden_features, **kwargs)
+        self.fc1.__class__ = self.fc2.__class__ = Linear  # timm takes no class of them
 
 
 HIDDEN_ELEMENTS = 2**20  # of an MLP's hidden activations, which a CPU's cache holds with room for their neighbours
@@ -207,8 +181,7 @@ class Block(nn.Module):
 
     All but the attention treats each token by itself. In evaluation on a CPU it takes a few tokens at a time, so that
     activations stay in the cache, and writes over the attention's output, since large buffers come page by page from
-    the system; but not where gradients are recorded, in graphs, or where hooks look inside. In float32 on a CPU the
-    linear layers of the MLP run as convolutions, which are faster.
+    the system; but not where gradients are recorded, in graphs, or where hooks look inside.
 
     Args:
         attn: Module called as ``attn(x, feat_size)``; what it returns is written over, as said.
@@ -270,10 +243,7 @@ class Block(nn.Module):
         return x + self.drop_path(self.mlp_branch(self.norm2(x), feat_size))
 
     def mlp_branch(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        """The MLP's branch."""
-        if not torch.jit.is_scripting():
-            if type(self.mlp) is Mlp and takes_convolutions(self.mlp, x, feat_size):
-                return mlp_by_convolutions(self.mlp, x, feat_size)
+        """The MLP's branch; this one does not look at the map."""
         return self.mlp(x)
 
     @torch.jit.ignore

@@ -11,7 +11,8 @@ from soft_models.attention import create_attention
 from soft_models.attention.tokens import tokens_to_map
 from soft_models.backbone import PyramidBackbone, check_lengths, resolve_act, resolve_norm
 from soft_models.graphs import is_unobserved
-from soft_models.layers import Block, Blocks, convolve, init_module_weights, takes_convolutions
+from soft_models.layers import Block, Blocks, init_module_weights
+from soft_models.linear import Linear
 
 __all__ = ["VicinityVisionTransformer"]
 
@@ -59,17 +60,13 @@ class ConvMlp(nn.Module):
     ) -> None:
         super().__init__()
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.fc1 = nn.Linear(dim, hidden_dim, **dd)
+        self.fc1 = Linear(dim, hidden_dim, **dd)
         self.dwconv = nn.Conv2d(hidden_dim, hidden_dim, 3, padding=1, groups=hidden_dim, **dd)
         self.act = act_layer()
-        self.fc2 = nn.Linear(hidden_dim, dim, **dd)
+        self.fc2 = Linear(hidden_dim, dim, **dd)
         self.drop = nn.Dropout(drop)
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        if not torch.jit.is_scripting():
-            if takes_convolutions(self, x, feat_size):
-                hidden = self.mix(convolve(self.fc1, x, feat_size), feat_size)
-                return self.drop(convolve(self.fc2, hidden, feat_size))
         return self.drop(self.fc2(self.mix(self.fc1(x), feat_size)))
 
     def mix(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:

@@ -1,7 +1,5 @@
 """Shared parts: layouts that cost no copy, and what is computed otherwise where that shows nowhere."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -148,56 +146,6 @@ def test_batch_is_whole_where_groups_could_show(grouped: Blocks | Stem) -> None:
         first.train()  # as batch norm that estimates its statistics
         grouped(*grouped.inputs)
     assert grouped.sizes == [5, 5]
-
-
-@pytest.fixture(params=[Block, PostNormBlock])
-def convolved(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Block:
-    """A block for maps of ``SIZE``; ``count`` is of its linear layers that were computed as convolutions."""
-    if not layers.HAS_FAST_CONVOLUTIONS:
-        pytest.skip("needs oneDNN on x86")
-    block, convolve = request.param(Shift(), 8, 4, nn.LayerNorm), layers.convolve
-
-    def counted(*args: Any) -> Tensor:
-        block.count += 1
-        return convolve(*args)
-
-    monkeypatch.setattr(layers, "MANY_TOKENS", 2 * 35)
-    monkeypatch.setattr(layers, "convolve", counted)
-    block.count = 0
-    return block
-
-
-def test_linear_layers_by_convolutions_are_the_layers(convolved: Block) -> None:
-    x = torch.randn(2, 35, 8, requires_grad=True)
-    results = []
-    for _ in range(2):
-        out = convolved(x, SIZE)
-        results.append([out, *torch.autograd.grad(out.square().sum(), [x, *convolved.parameters()])])
-        assert convolved.count == 2
-        convolved.mlp.fc1.register_full_backward_hook(lambda module, inputs, outputs: None)
-    assert_close(*results)
-
-
-def test_linear_layers_are_called_where_convolutions_could_show(convolved: Block) -> None:
-    x, grid, mlp = torch.randn(2, 35, 8), SIZE, convolved.mlp
-    with torch.autocast("cpu", torch.bfloat16):
-        convolved(x, grid)
-    convolved.double()(x.double(), grid)
-    convolved.float()(x[:, :34], (2, 17))  # few tokens
-    convolved(torch.randn(2, 36, 8), grid)  # a class token
-    torch.export.export(convolved, (x, grid))
-    for module in (mlp, mlp.fc2):
-        hook = module.register_forward_hook(lambda module, inputs, output: None)
-        convolved(x, grid)
-        hook.remove()
-    hook = register_module_forward_hook(lambda module, inputs, output: None)
-    convolved(x, grid)
-    hook.remove()
-    mlp.fc2.__dict__["forward"] = mlp.fc2.forward  # as wrappers do
-    convolved(x, grid)
-    mlp.fc1, mlp.fc2 = nn.Sequential(mlp.fc1), nn.Linear(32, 8)  # an adapter
-    convolved(x, grid)
-    assert convolved.count == 0
 
 
 def test_gelu_by_the_sigmoid_is_that_by_tanh() -> None:

@@ -16,9 +16,7 @@ from official import (
 )
 from torch import Tensor, nn
 
-from soft_models import layers, vvt
 from soft_models.checkpoints import CheckpointError, checkpoint_filter_fn
-from soft_models.layers import convolve
 from soft_models.vvt import ConvMlp, VicinityVisionTransformer
 
 
@@ -98,19 +96,6 @@ def test_inference_in_place_equals_training_arithmetic() -> None:
     assert torch.equal(fast, mlp(x, (3, 4)))
 
 
-def test_linear_layers_by_convolutions_are_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "MANY_TOKENS", 12)
-    mlp, x = ConvMlp(4, 8), torch.randn(2, 6, 4, requires_grad=True)
-    results, calls = [], []
-    monkeypatch.setattr(vvt, "convolve", lambda *args: calls.append(args) or convolve(*args))
-    for _ in range(2):
-        out = mlp(x, (2, 3))
-        results.append([out, *torch.autograd.grad(out.square().sum(), [x, *mlp.parameters()])])
-        mlp.fc2.register_forward_hook(lambda module, inputs, output: None)
-    assert len(calls) == 2 * layers.HAS_FAST_CONVOLUTIONS
-    torch.testing.assert_close(*results)
-
-
 def test_what_looks_inside_the_mlp_sees_it_as_it_stands() -> None:
     mlp, x, seen = ConvMlp(4, 8).eval(), torch.randn(1, 6, 4), []
     with torch.no_grad():
@@ -140,9 +125,12 @@ def test_a_classifier_over_a_map_is_refused_and_the_model_stays_as_it_was() -> N
         model.reset_classifier(10, "")
     assert torch.equal(model(x), expected)
     model.reset_classifier(0, "")
-    with pytest.raises(ValueError, match="global_pool='' gives a map, which takes num_classes=0, got 10"):
-        model.reset_classifier(10)
     assert model(x).shape == (1, model.num_features, 2, 2)
+    model.reset_classifier(10)  # timm's contract: it keeps what pooling there is
+    with pytest.raises(ValueError, match="global_pool='' gives a map, which takes num_classes=0, got 10"):
+        model(x)
+    model.reset_classifier(10, "avg")
+    assert model(x).shape == (1, 10)
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from soft_models.attention.tokens import autocast_off, head_width, merge_heads, split_heads
 from soft_models.graphs import is_open
+from soft_models.linear import Linear
 
 __all__ = [
     "Cosformer2dAttention",
@@ -328,8 +329,8 @@ class CosformerAttention(nn.Module):
         self.num_heads = num_heads
         self.causal = causal
         self.max_len = max_len
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **dd)
-        self.proj = nn.Linear(dim, dim, **dd)
+        self.qkv = Linear(dim, 3 * dim, bias=qkv_bias, **dd)
+        self.proj = Linear(dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, feat_size: tuple[int, int], key_padding_mask: Tensor | None = None) -> Tensor:
@@ -386,8 +387,8 @@ class Cosformer2dAttention(nn.Module):
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         head_width(dim, num_heads)  # refuses what does not divide
         self.num_heads = num_heads
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **dd)
-        self.proj = nn.Linear(dim, dim, **dd)
+        self.qkv = Linear(dim, 3 * dim, bias=qkv_bias, **dd)
+        self.proj = Linear(dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:

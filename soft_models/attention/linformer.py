@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from soft_models.attention.pooling import MapPool
 from soft_models.attention.tokens import head_width, merge_heads, split_heads
+from soft_models.linear import Linear
 
 __all__ = ["LinformerAttention"]
 
@@ -53,10 +54,10 @@ class LinformerAttention(nn.Module):
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         head_width(dim, num_heads)  # refuses what does not divide
         self.num_heads = num_heads
-        self.q = nn.Linear(dim, dim, bias=qkv_bias, **dd)
+        self.q = Linear(dim, dim, bias=qkv_bias, **dd)
         self.pool = MapPool(landmark_grid, sr_ratio)
-        self.kv = nn.Linear(dim, 2 * dim, bias=qkv_bias, **dd)
-        self.proj = nn.Linear(dim, dim, **dd)
+        self.kv = Linear(dim, 2 * dim, bias=qkv_bias, **dd)
+        self.proj = Linear(dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:

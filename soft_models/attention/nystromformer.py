@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from soft_models.attention.pooling import MapPool
 from soft_models.attention.tokens import at_least_float32, autocast_off, head_width, merge_heads, split_heads
+from soft_models.linear import Linear
 
 __all__ = ["NystromformerAttention", "iterative_pinv", "nystrom_attention", "nystrom_factors"]
 
@@ -105,9 +106,9 @@ class NystromformerAttention(nn.Module):
         self.num_heads = num_heads
         self.scale = head_width(dim, num_heads) ** -0.5
         self.pinv_iters = pinv_iters
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **dd)
+        self.qkv = Linear(dim, 3 * dim, bias=qkv_bias, **dd)
         self.pool = MapPool(landmark_grid, sr_ratio)
-        self.proj = nn.Linear(dim, dim, **dd)
+        self.proj = Linear(dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:

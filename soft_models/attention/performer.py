@@ -7,6 +7,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from soft_models.attention.tokens import at_least_float32, autocast_off, head_width, merge_heads, split_heads
+from soft_models.linear import Linear
 
 __all__ = ["PerformerAttention", "orthogonal_directions", "performer_attention", "positive_features"]
 
@@ -98,9 +99,9 @@ class PerformerAttention(nn.Module):
         head_dim = head_width(dim, num_heads)
         self.num_heads = num_heads
         self.scale = head_dim**-0.25  # of queries and keys alike, together d ** -0.5
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **dd)
+        self.qkv = Linear(dim, 3 * dim, bias=qkv_bias, **dd)
         self.register_buffer("directions", torch.empty(num_features or 2 * head_dim, head_dim, **dd))
-        self.proj = nn.Linear(dim, dim, **dd)
+        self.proj = Linear(dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
         self.reset_parameters()
 

@@ -26,6 +26,7 @@ from soft_models.attention.tokens import (
     unfold_heads,
 )
 from soft_models.graphs import is_graph, is_traced
+from soft_models.linear import Linear
 
 __all__ = [
     "Landmarks",
@@ -191,10 +192,12 @@ class Landmarks(nn.Module):
         x = self.pool(tokens_to_map(q, feat_size))
         if not torch.jit.is_scripting():
             self.check_map(x)
-        x = x.reshape(B * self.num_heads, C // self.num_heads, x.shape[-2], x.shape[-1])
+        x = x.unflatten(1, (self.num_heads, C // self.num_heads))
         if self.conv is not None:
-            x = self.conv(x)
-        return self.act(self.norm(x.flatten(2).transpose(1, 2) * self.scale))
+            x = self.conv(x.flatten(0, 1)).unflatten(0, (B, self.num_heads))
+        # As the map lies in memory, channels last: with the heads in front compilers read it entry by entry.
+        x = self.act(self.norm(x.permute(0, 3, 4, 1, 2) * self.scale))
+        return x.flatten(1, 2).transpose(1, 2).flatten(0, 1)
 
     @torch.jit.ignore
     def check_map(self, x: Tensor) -> None:
@@ -287,11 +290,11 @@ class SoftAttention(nn.Module):
         self.newton_iters = newton_iters
         self.inverse = inverse
         # Two layers, not one split in two: halves of one output would be strided, and each use of them would copy.
-        self.q = nn.Linear(dim, dim, bias=qkv_bias, **dd)
-        self.v = nn.Linear(dim, dim, bias=qkv_bias, **dd)
+        self.q = Linear(dim, dim, bias=qkv_bias, **dd)
+        self.v = Linear(dim, dim, bias=qkv_bias, **dd)
         self.landmarks = Landmarks(dim, num_heads, landmarks, sr_ratio, landmark_grid, **dd)
         self.local = LocalConv(dim, num_heads, local_kernel, **dd) if local_kernel else None
-        self.proj = nn.Linear(dim, dim, **dd)
+        self.proj = Linear(dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:

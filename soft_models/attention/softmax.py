@@ -8,6 +8,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from soft_models.attention.tokens import head_width, merge_heads, split_heads
+from soft_models.linear import Linear
 
 __all__ = ["SoftmaxAttention"]
 
@@ -45,8 +46,8 @@ class SoftmaxAttention(nn.Module):
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         head_width(dim, num_heads)  # refuses what does not divide
         self.num_heads = num_heads
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **dd)
-        self.proj = nn.Linear(dim, dim, **dd)
+        self.qkv = Linear(dim, 3 * dim, bias=qkv_bias, **dd)
+        self.proj = Linear(dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:

@@ -16,6 +16,7 @@ from soft_models.attention.cosformer import (
     reweighted_attention,
 )
 from soft_models.attention.tokens import autocast_off, merge_heads
+from soft_models.linear import Linear
 
 __all__ = ["VicinityAttention", "clamp_magnitude", "vicinity_attention"]
 
@@ -117,8 +118,8 @@ class VicinityAttention(nn.Module):
         self.num_heads = num_heads
         self.clamp = clamp
         self.max_magnitude = MAX_MAGNITUDE  # TorchScript reads no module globals
-        self.qkv = nn.Linear(dim, 3 * (dim // feature_reduction), bias=qkv_bias, **dd)
-        self.proj = nn.Linear(dim // feature_reduction, dim, **dd)
+        self.qkv = Linear(dim, 3 * (dim // feature_reduction), bias=qkv_bias, **dd)
+        self.proj = Linear(dim // feature_reduction, dim, **dd)
         self.gate = nn.Sequential(
             nn.Linear(dim, dim // gate_reduction, bias=False, **dd),
             nn.ReLU(inplace=True),
