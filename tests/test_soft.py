@@ -10,7 +10,7 @@ from small_models import assert_equal_with_gradients
 from torch import Tensor
 from torch.testing import assert_close
 
-from soft_models.attention import inverse
+from soft_models.attention import inverse, soft
 from soft_models.attention.inverse import add_ridge, halved_scale, newton_schulz_pinv, ridge_scale, solve_spd
 from soft_models.attention.soft import Landmarks, SoftAttention, gaussian_kernel, soft_attention, soft_inverse_apply
 
@@ -213,6 +213,49 @@ def test_local_convolution_sees_the_pixels_alone() -> None:
     local = attn.local(attn.v(x[:, 1:]), (3, 4)) @ attn.proj.weight.T
     assert_close(added[:, 1:], local)
     assert_close(added[:, 0], torch.zeros(2, 8))
+
+
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of tokens of every call that is computed 10 tokens of two images at a time."""
+    calls, attend = list[int](), SoftAttention.attend_in_pieces
+
+    def counted(self: SoftAttention, q: Tensor, *more: Tensor) -> Tensor:
+        calls.append(q.shape[1])
+        return attend(self, q, *more)
+
+    monkeypatch.setattr(soft, "PIECE_ELEMENTS", 2 * 10 * 8)
+    monkeypatch.setattr(SoftAttention, "attend_in_pieces", counted)
+    return calls
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap's, about clamp_
+@pytest.mark.parametrize("options", [{}, {"normalize": True, "local_kernel": 3}, {"landmarks": "conv", "sr_ratio": 2}])
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_many_tokens_in_pieces_are_the_whole(options: dict[str, Any], prefix: int, in_pieces: list[int]) -> None:
+    attn, x = SoftAttention(8, 2, **options).eval(), torch.randn(2, prefix + 24, 8)
+    given, whole = x.clone(), attn(x, (4, 6))  # a gradient is recorded
+    with torch.no_grad():
+        assert_close(attn(x, (4, 6)), whole)
+        assert torch.equal(x, given)
+        assert_close(torch.vmap(lambda image: attn(image[None], (4, 6))[0])(x), whole)
+        with torch.autocast("cpu", torch.bfloat16):
+            half = attn(x, (4, 6))
+        assert half.dtype == torch.bfloat16 and (half - whole).norm() < 0.02 * whole.norm()
+        attn(x[:, : prefix + 18], (3, 6))  # fewer than two pieces
+    assert [count for count in in_pieces if count < prefix + 24] == []
+    assert len(in_pieces) >= 2
+
+
+def test_queries_that_something_looks_at_are_not_written_over(in_pieces: list[int]) -> None:
+    attn, x, seen = SoftAttention(8, 2).eval(), torch.randn(2, 24, 8), []
+    hook = attn.q.register_forward_hook(lambda module, inputs, output: seen.append((output, output.clone())))
+    with torch.no_grad():
+        expected = attn(x, (4, 6))
+        assert in_pieces == [] and torch.equal(*seen[0])
+        hook.remove()
+        assert_close(attn(x, (4, 6)), expected)
+    assert in_pieces == [24]
 
 
 @pytest.mark.parametrize(

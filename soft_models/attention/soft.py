@@ -25,7 +25,7 @@ from soft_models.attention.tokens import (
     tokens_to_map,
     unfold_heads,
 )
-from soft_models.graphs import is_graph, is_traced
+from soft_models.graphs import is_graph, is_traced, is_unobserved
 from soft_models.linear import Linear
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "soft_inverse_apply",
 ]
 
+PIECE_ELEMENTS = 2**19  # of queries that are taken at a time: a CPU's cache holds them and their kernel
 MIN_EXPONENT = -87.0  # exp of anything below is a float32 denormal, which CPUs multiply slowly
 
 
@@ -307,18 +308,43 @@ class SoftAttention(nn.Module):
             out = self.attend(q, v, landmarks.double() if half else landmarks)
         else:
             with autocast_off(x):
-                out = self.attend(q, v, landmarks.double() if is_traced() else landmarks)
-        out = unfold_heads(out, self.num_heads, v.dtype)
+                if self.takes_pieces(q):
+                    out = self.attend_in_pieces(q, v, landmarks)
+                else:
+                    out = self.attend(q, v, landmarks.double() if is_traced() else landmarks)
         if self.local is not None:
             local = self.local(v[:, first_pixel:], feat_size)
             out.add_(F.pad(local, (0, 0, first_pixel, 0)) if first_pixel else local)
         return self.proj_drop(self.proj(out))
 
     def attend(self, q: Tensor, v: Tensor, landmarks: Tensor) -> Tensor:
+        """Attention of ``(B, N, C)``, in the dtype of ``v``."""
         landmarks = at_least_float32(landmarks)
         h = self.num_heads
-        q, v = fold_heads(q, h, landmarks.dtype), fold_heads(v, h, landmarks.dtype)
-        return soft_attention(q, v, landmarks, h, self.normalize, self.inverse, self.newton_iters, self.scale)
+        folded = fold_heads(q, h, landmarks.dtype), fold_heads(v, h, landmarks.dtype)
+        out = soft_attention(*folded, landmarks, h, self.normalize, self.inverse, self.newton_iters, self.scale)
+        return unfold_heads(out, h, v.dtype)
+
+    @torch.jit.ignore
+    def takes_pieces(self, q: Tensor) -> bool:
+        return not is_graph() and q.numel() >= 2 * PIECE_ELEMENTS and is_unobserved(self, q)
+
+    @torch.jit.ignore
+    def attend_in_pieces(self, q: Tensor, v: Tensor, landmarks: Tensor) -> Tensor:
+        """The same, a few tokens at a time and written over the queries: large buffers come page by page from the
+        system, and that would take longer than the arithmetic.
+        """
+        landmarks = at_least_float32(landmarks)
+        h, dtype, size = self.num_heads, landmarks.dtype, max(PIECE_ELEMENTS // q[:, 0].numel(), 1)
+        pieces, kernels, total = q.split(size, dim=1), [], torch.zeros_like(landmarks)
+        for piece, values in zip(pieces, v.split(size, dim=1), strict=True):
+            kernels.append(gaussian_kernel(landmarks, fold_heads(piece, h, dtype), self.scale))
+            total = total + kernels[-1] @ fold_heads(values, h, dtype)
+        kernel = gaussian_kernel(landmarks, landmarks)
+        summary = soft_inverse_apply(kernel, total, h, self.normalize, self.inverse, self.newton_iters)
+        for piece, to_landmarks in zip(pieces, kernels, strict=True):
+            piece.copy_(unfold_heads(to_landmarks.transpose(-2, -1) @ summary, h, dtype))
+        return q
 
     @torch.jit.ignore
     def attention_matrix(self, x: Tensor, feat_size: tuple[int, int], rows: Tensor | None = None) -> Tensor:
