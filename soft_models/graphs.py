@@ -4,9 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as torch_module
 
 __all__ = ["is_exporting", "is_graph", "is_open", "is_traced", "is_unobserved"]
+
+# Private, but the same in all versions of torch that are supported.
+GLOBAL_HOOKS = tuple(f"_global_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre"))
 
 
 def is_graph() -> bool:
@@ -44,7 +47,7 @@ def is_unobserved(module: nn.Module, x: Tensor) -> bool:
 
 def is_watched(*modules: nn.Module) -> bool:
     """Whether hooks, forward or backward, theirs or global, look at ``modules``, or something wraps ``forward``."""
-    return _has_any_global_hook() or any(
+    return any(getattr(torch_module, name) for name in GLOBAL_HOOKS) or any(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
