@@ -104,7 +104,8 @@ def test_graphs_convolve_where_the_layout_is_kept(
         return graph
 
     assert_close(torch.compile(layer, fullgraph=True, backend=backend)(x), layer(x))
-    assert targets.count("conv2d") == count
+    told_apart = hasattr(torch.compiler, "is_exporting")  # torch 2.6 does not tell a compiler from an export
+    assert targets.count("conv2d") == count * told_apart
 
 
 def test_open_sizes_are_not_decided_about(fresh_dynamo: None) -> None:
