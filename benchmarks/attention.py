@@ -29,6 +29,7 @@ from benchmarks.report import report
 from soft_models.attention import create_attention
 from soft_models.attention.tokens import merge_heads, split_heads
 from soft_models.commands.script import run_script, setup_logging
+from soft_models.memory import keep_freed_memory
 
 _logger = logging.getLogger("benchmarks")
 
@@ -96,12 +97,15 @@ def run(args: argparse.Namespace) -> int:
     """Measure what is missing and write the report; returns the exit code."""
     plots.require_matplotlib()
     torch.set_num_threads(args.threads)
+    keep_freed_memory()  # or what one cell leaves behind would decide how long another waits for the system
     plan = QUICK if args.quick else Plan(images=64 if default_device().type == "cuda" else 8)
     settings = {"versions": versions(), "machine": machine(), "threads": args.threads, "plan": asdict(plan)}
     code, path = 0, args.output / "samples.jsonl"
     # Of any machine, version and plan where nothing is added to them.
     stored = Samples.stored(path) if args.accuracy else None
-    samples = stored or Samples(path, settings, heading(args.threads), args.fresh)
+    samples = stored or Samples(
+        path, settings, heading(args.threads, "float32, channels-last, freed memory kept"), args.fresh
+    )
     plan = Plan.of(samples.settings["plan"])
     if args.accuracy:
         code = accuracy.run(accuracy.recipe_of(args), list(MODELS.values()), args.output, args.runs, args.fresh)

@@ -213,7 +213,7 @@ def machine() -> str:
     return found[1] if found else platform.processor()
 
 
-def heading(threads: int, what: str = "float32, channels-last") -> str:
+def heading(threads: int, what: str) -> str:
     """Date, machine and versions of a run, for the head of its table."""
     return f"{date.today()}, {machine()}, {threads} threads, {what}, {versions()}"
 

@@ -27,7 +27,6 @@ class Plan:
     rounds: int = 5  # of models
     layer_rounds: int = 15
     cell_seconds: float = 12.0  # a cell gets no further sample after so long
-    # Not beyond 16,384 tokens: tensors of more than 32 MB, which glibc maps anew in every step, cost twice as much.
     sides: tuple[int, ...] = (32, 45, 64, 91, 128)
     explicit_sides: tuple[int, ...] = (32, 45, 64, 91)
 
