@@ -5,9 +5,9 @@
     python -m benchmarks.attention --accuracy       digits, 3 seeds for each attention: about 75 minutes
 
 Every attention sits in SOFT-Tiny's body and takes its turn in every round. What is measured is on disk at once: an
-interrupted run goes on where it stopped, and a finished one only writes table and plots again. Freed memory is kept, as
-by the scripts. Nothing else should run on the machine. Speeds are medians over the rounds with the middle half of them, memory is the peak of one step beyond
-what was taken before it, exponents are least-squares slopes on log axes.
+interrupted run goes on where it stopped, and a finished one only writes table and plots again. Freed memory is kept,
+as by the scripts. Nothing else should run on the machine. Speeds are medians over the rounds with the middle half of
+them, memory is the peak of one step beyond what was taken before it, exponents are least-squares slopes on log axes.
 """
 
 import argparse
