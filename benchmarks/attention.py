@@ -5,9 +5,10 @@
     python -m benchmarks.attention --accuracy       digits, 3 seeds for each attention: about 75 minutes
 
 Every attention sits in SOFT-Tiny's body and takes its turn in every round. What is measured is on disk at once: an
-interrupted run goes on where it stopped, and a finished one only writes table and plots again. Freed memory is kept,
-as by the scripts. Nothing else should run on the machine. Speeds are medians over the rounds with the middle half of
-them, memory is the peak of one step beyond what was taken before it, exponents are least-squares slopes on log axes.
+interrupted run goes on where it stopped, and a finished one only writes table and plots again. Freed memory is kept
+while speed is measured, as by the scripts. Nothing else should run on the machine. Speeds are medians over the rounds
+with the middle half of them, memory is the peak of one step beyond what was taken before it, exponents are least-
+squares slopes on log axes.
 """
 
 import argparse
@@ -104,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     # Of any machine, version and plan where nothing is added to them.
     stored = Samples.stored(path) if args.accuracy else None
     samples = stored or Samples(
-        path, settings, heading(args.threads, "float32, channels-last, freed memory kept"), args.fresh
+        path, settings, heading(args.threads, "float32, channels-last, speeds with freed memory kept"), args.fresh
     )
     plan = Plan.of(samples.settings["plan"])
     if args.accuracy:

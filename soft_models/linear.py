@@ -55,6 +55,8 @@ class Linear(nn.Linear):
         large = statically_known_true(x.numel() * self.out_features >= FEWEST)
         if not torch.compiler.is_compiling():
             return large
+        if x.ndim != 3:
+            return False
         # Of batches of one, and of maps that are one pixel wide, compilers lose the layout.
         return large and statically_known_true(x.shape[0] > 1) and statically_known_true(x.shape[1] % 2 == 0)
 

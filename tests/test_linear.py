@@ -92,11 +92,11 @@ def test_hooks_and_parametrizations_are_served(convolved: list[int]) -> None:
     assert len(convolved) >= 3
 
 
-@pytest.mark.parametrize(("batch", "tokens", "count"), [(2, 12, 1), (2, 13, 0), (1, 24, 0)])
-def test_graphs_convolve_where_the_layout_is_kept(
-    batch: int, tokens: int, count: int, convolved: list[int], fresh_dynamo: None
-) -> None:
-    layer, x = Linear(8, 6), torch.randn(batch, tokens, 8)
+@pytest.mark.parametrize(
+    ("shape", "count"), [((2, 12), 1), ((2, 13), 0), ((1, 24), 0), ((24,), 0), ((3, 2, 4), 0)], ids=str
+)
+def test_graphs_convolve_where_the_layout_is_kept(shape: tuple[int, ...], count: int, fresh_dynamo: None) -> None:
+    layer, x = Linear(8, 6), torch.randn(*shape, 8)
     targets = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:

@@ -100,6 +100,7 @@ def test_folders_are_read_as_in_training(predict: Callable[..., Any], data: Path
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(data / "val" / "a" / "0.png", folder / path)
     (folder / "link").symlink_to(data / "val" / "b")
+    (folder / "sub.png" / "loop").symlink_to(folder)
     code, results, _ = predict(str(folder))
     assert code == 0
     found = [Path(result["image"]).relative_to(folder).as_posix() for result in results]

@@ -255,7 +255,10 @@ def test_queries_that_something_looks_at_are_not_written_over(in_pieces: list[in
         assert in_pieces == [] and torch.equal(*seen[0])
         hook.remove()
         assert_close(attn(x, (4, 6)), expected)
-    assert in_pieces == [24]
+        attn.q = torch.nn.Identity()
+        given = x.clone()
+        attn.eval()(x, (4, 6))
+    assert in_pieces == [24] and torch.equal(x, given)
 
 
 @pytest.mark.parametrize(

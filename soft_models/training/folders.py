@@ -57,14 +57,21 @@ def find_split(root: str | Path, split: str, flag: str) -> Path:
     raise UsageError(f"no folder {tried} in {root}, which holds {some_of(present) or 'no folders'}; choose with {flag}")
 
 
+def leads_back(folder: str, name: str) -> bool:
+    """Whether a subfolder is a link to a folder above it, which would be walked for ever."""
+    path = Path(folder, name)
+    return path.is_symlink() and Path(folder).resolve().is_relative_to(path.resolve())
+
+
 def walk(root: Path) -> Iterator[tuple[str, list[str], list[str], list[str]]]:
     """Every folder from ``root`` down: its path, its subfolders and images by name, and its other files' suffixes.
 
-    Links are followed; hidden files and folders, whose names begin with a dot, are passed over.
+    Links are followed, but not back to where they lie; hidden files and folders, whose names begin with a dot, are
+    passed over.
     """
     extensions = image_extensions()
     for folder, subfolders, files in os.walk(root, followlinks=True):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and not leads_back(folder, name)]
         images, others = [], []
         for name in files:
             if not name.startswith("."):

@@ -45,7 +45,18 @@ def find_resume(cfg: TrainConfig, folder: Path | None) -> tuple[Path, Checkpoint
     if not found:
         _logger.info("nothing to resume in %s yet: starting", folder)
         return None
-    return max(found, key=lambda item: (stored_position(item[1]).epoch, stored_position(item[1]).step))
+    return max(found, key=lambda item: rank(item[1], cfg))
+
+
+def rank(checkpoint: Checkpoint, cfg: TrainConfig) -> tuple[bool, int, int]:
+    """What the newest checkpoint has most of: first of all, it is of the run that began at ``start_epoch``."""
+    position = stored_position(checkpoint)
+    return began_alike(checkpoint, cfg), position.epoch, position.step
+
+
+def began_alike(checkpoint: Checkpoint, cfg: TrainConfig) -> bool:
+    """Whether a checkpoint's run was given the same ``start_epoch``."""
+    return stored_options(checkpoint).get("start_epoch") == cfg.start_epoch
 
 
 def check_resume(checkpoint: Checkpoint, cfg: TrainConfig, classes: tuple[str, ...] | None, path: Path) -> None:
@@ -123,7 +134,7 @@ def restore(
         rate = None
     position = stored_position(checkpoint)
     # The same command with --resume auto goes on where its run stopped.
-    again = cfg.resume == "auto" and stored_options(checkpoint).get("start_epoch") == cfg.start_epoch
+    again = cfg.resume == "auto" and began_alike(checkpoint, cfg)
     if cfg.start_epoch is not None and not again:
         position = Position(epoch=cfg.start_epoch)
     if position.step:

@@ -87,11 +87,11 @@ class CheckpointSaver:
     def _rank(self, epoch: int, metric: float | None) -> None:
         """Place an epoch among the numbered checkpoints.
 
-        Of one that is trained again nothing is left there; its ``model_best`` stands until it is beaten.
+        One that is trained again loses its place; its ``model_best`` stands until it is beaten.
         """
         name = _numbered(epoch)
         self.history = [entry for entry in self.history if entry[0] != name]
-        self.evicted = []
+        self.evicted = [name]  # unless it is ranked anew
         if self.best_epoch == epoch:
             self.best_epoch = None
         if metric is None:
