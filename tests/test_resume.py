@@ -18,7 +18,9 @@ from runs import BASE, ROOT, STATEFUL, assert_same, assert_same_run, load, rows,
 
 from soft_models.commands import files
 from soft_models.training import run
+from soft_models.training.config import TrainConfig
 from soft_models.training.engine import EvalResult
+from soft_models.training.resume import find_resume
 from soft_models.training.train import main as train_main
 
 
@@ -158,6 +160,16 @@ def test_auto_resume_goes_on_behind_a_start_epoch(
     assert train("--epochs", "3", "--start-epoch", "2", "--resume", "auto") == 0
     assert "resumed" in capsys.readouterr().err, "another one is asked for"
     assert [row["epoch"] for row in rows(tmp_path / "run")] == ["1", "2"]
+
+
+def test_auto_resume_goes_on_from_the_run_that_began_alike(tmp_path: Path) -> None:
+    """A run that was taken back to epoch 2 and killed within it, beside what its folder held before."""
+    for name, start, epoch, step in (("last.pth.tar", None, 6, 0), ("recovery-2-5.pth.tar", 2, 2, 5)):
+        extras = {"format": 1, "position": {"epoch": epoch, "step": step}}
+        torch.save({"args": {"start_epoch": start}, "soft_models": extras}, tmp_path / name)
+    for start, name in ((2, "recovery-2-5.pth.tar"), (None, "last.pth.tar")):
+        found = find_resume(TrainConfig(resume="auto", start_epoch=start), tmp_path)
+        assert found is not None and found[0].name == name
 
 
 def test_other_checkpoints_are_refused_on_resume(
