@@ -13,6 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.testing import assert_close
 
 from soft_models import linear
+from soft_models.attention import ATTENTIONS, create_attention
 from soft_models.linear import Linear
 
 
@@ -117,6 +118,14 @@ def test_open_sizes_are_not_decided_about(fresh_dynamo: None) -> None:
         x = torch.randn(2, tokens, 8)
         assert_close(compiled(x), layer(x))
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_projections_of_every_attention_are_of_this_kind(name: str) -> None:
+    attn = create_attention(name, 16, num_heads=2)
+    others = {path for path, module in attn.named_modules() if type(module) is nn.Linear}
+    assert all(path.startswith("gate.") for path in others)
+    assert any(type(module) is Linear for module in attn.modules())
 
 
 @pytest.mark.parametrize("name", FAST)
