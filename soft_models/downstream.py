@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import ExtraFPNBlock, LastLevelMaxPool, LastLevelP6P7
 
+from soft_models.backbone import resolve_norm
 from soft_models.checkpoints import find_weights, read_checkpoint
 from soft_models.checkpoints.convert import native_weights
+from soft_models.checkpoints.vit import LAYER_SCALE
 from soft_models.registry import is_ours, registered_names
 
 __all__ = ["FPNBackbone", "MapBackbone", "SimplePyramid", "UPerNet"]
@@ -191,7 +193,7 @@ class UPerNet(nn.Module):
         sizes to a list of logits.
 
     Raises:
-        ValueError: A number below 1; or as :class:`MapBackbone`.
+        ValueError: A number below 1, or timm knows no such ``norm_layer``; or as :class:`MapBackbone`.
     """
 
     def __init__(
@@ -207,7 +209,7 @@ class UPerNet(nn.Module):
         super().__init__()
         check_positive(num_classes=num_classes, channels=channels, **{"the least of pool_sizes": min(pool_sizes)})
         self.body = MapBackbone(name, **kwargs)
-        conv = partial(ConvNormAct, norm_layer=norm_layer, act_layer=nn.ReLU)
+        conv = partial(ConvNormAct, norm_layer=resolve_norm(norm_layer, eps=1e-6), act_layer=nn.ReLU)
         *finer, last = self.body.channels
         self.pools = nn.ModuleList(
             nn.Sequential(nn.AdaptiveAvgPool2d(size), conv(last, channels, 1)) for size in pool_sizes
@@ -254,7 +256,8 @@ def create_features(name: str, out_indices: tuple[int, ...], checkpoint: str | P
     features = timm.create_model(name, pretrained=True, pretrained_cfg_overlay={"file": str(checkpoint)}, **options)
     weights = native_weights(find_weights(read_checkpoint(checkpoint))[1])
     own = features.model.state_dict()
-    dropped = [key for key in weights if key not in own]
+    # LayerScale is no loss: it went into the projections.
+    dropped = [key for key in weights if key not in own and not LAYER_SCALE.match(key)]
     equal = [key for key in weights if key in own and torch.equal(weights[key], own[key])]
     _logger.info(
         "%s: %d of its %d tensors are those of the backbone now, %d are adapted to it; dropped: %s",

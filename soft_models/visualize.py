@@ -130,7 +130,7 @@ def attention_maps(
         raise UsageError(f"attention maps are of one image, got {len(image)}; pass image[:1]")
     check_points(points, (image.shape[-1], image.shape[-2]))
     found: dict[int, AttentionMap] = {}
-    hooks, was_training = [], model.training
+    hooks, in_training = [], [module for module in model.modules() if module.training]
     model.eval()
     try:
         for stage in range(len(layers)) if stages is None else stages:
@@ -138,15 +138,16 @@ def attention_maps(
                 raise UsageError(f"stage {stage + 1} does not exist: the model has stages 1 to {len(layers)}")
             stride, attentions = layers[stage]
             if not -len(attentions) <= block < len(attentions):
-                last = len(attentions)
-                raise UsageError(f"block {block + 1} does not exist: stage {stage + 1} has blocks 1 to {last}")
+                number, last = block if block < 0 else block + 1, len(attentions)
+                raise UsageError(f"block {number} does not exist: stage {stage + 1} has blocks 1 to {last}")
             record = partial(record_rows, found, stage, stride, points)
             hooks.append(attentions[block].register_forward_pre_hook(record))
         model(image)
     finally:
         for hook in hooks:
             hook.remove()
-        model.train(was_training)
+        for module in in_training:  # not all: parts may be frozen
+            module.training = True
     return [found[stage] for stage in sorted(found)]
 
 
@@ -321,7 +322,7 @@ def model_rows(
     )
     model, data_config, mode = loaded.model, loaded.data_config, loaded.image_mode
     count = len(attention_layers(model))
-    size = cfg.size or data_config["input_size"][-1]
+    size = data_config["input_size"][-1] if cfg.size is None else cfg.size
     if cfg.block < 1 and cfg.block != -1:
         raise UsageError(f"--block counts from 1, or is -1 for the last, got {cfg.block}")
     if cfg.panel < MIN_SIZE:

@@ -11,7 +11,7 @@ from timm.models._features import feature_take_indices  # private: timm has no p
 from torch import Tensor, nn
 
 from soft_models.attention import create_attention
-from soft_models.backbone import check_choice
+from soft_models.backbone import check_choice, resolve_act, resolve_norm
 from soft_models.layers import Block
 
 __all__ = ["MapVisionTransformer"]
@@ -122,8 +122,8 @@ class MapVisionTransformer(VisionTransformer):
             proj_drop_rate=proj_drop_rate,
             drop_path_rate=drop_path_rate,
             weight_init=weight_init,
-            norm_layer=norm_layer,
-            act_layer=act_layer,
+            norm_layer=resolve_norm(norm_layer, eps=1e-6),
+            act_layer=resolve_act(act_layer or "gelu"),
             block_fn=partial(map_block, attention),
             device=device,
             dtype=dtype,

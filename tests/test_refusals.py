@@ -39,6 +39,28 @@ REFUSALS = {
         "no weights come with soft_tiny: give a file",
     ),
     "kd": (["--kd-model-name", "x"], "distillation is out of scope"),
+    "other device": (["--device", "meta"], "--device must be cpu, cuda, cuda:N or mps, got 'meta'"),
+    "clipping": (["--clip-grad", "0"], "--clip-grad must be above 0, got 0.0; none turns it off"),
+    "mixing": (["--mixup-off-epoch", "-1"], "--mixup-off-epoch must be at least 0, got -1"),
+    "recovery": (["--recovery-interval", "-1"], "--recovery-interval must be at least 0, got -1"),
+    "base size": (["--lr-base-size", "0"], "--lr-base-size must be at least 1, got 0"),
+    "decay epochs": (["--sched", "step", "--decay-epochs", "0"], "--decay-epochs must be above 0, got 0.0"),
+    "smoothing": (["--smoothing", "10"], "--smoothing must be at least 0 and below 1, got 10.0"),
+    "probability": (["--hflip", "50"], "--hflip must lie in 0 to 1, got 50.0"),
+    "crop": (["--scale", "1", "0.08"], "--scale takes the smaller number first, both above 0, got 1.0 and 0.08"),
+    "cut": (["--cutmix-minmax", "0.2", "0.2"], "--cutmix-minmax takes two fractions, the smaller first, got [0.2, 0.2]"),
+    "interpolation": (["--interpolation", "random"], "'hamming', got 'random'"),
+}
+AFTER_MODEL = {
+    "policy": (["--aa", "rand-m9-mst0.5"], "cannot augment by --aa rand-m9-mst0.5: Unknown RandAugment config section"),
+    "betas": (["--opt-betas", "0.9"], "cannot create optimizer adamw with --opt-betas [0.9]: "),
+    "checkpointing": (["--grad-checkpointing", "--model", "dla34"], "dla34 takes no --grad-checkpointing: "),
+    "backend": (["--torchcompile", "indctor"], "cannot compile by --torchcompile indctor: Invalid backend"),
+    "mode": (["--torchcompile", "--torchcompile-mode", "fast"], "cannot compile by --torchcompile inductor: "),
+    "pixels": (["--crop-pct", "87.5"], "--crop-pct is a fraction above 0, 1 for all, got 87.5"),
+    "grey": (["--input-img-mode", "L"], "--input-img-mode L has 1 channels and the model takes 3"),
+    "colours": (["--in-chans", "1", "--input-img-mode", "RGB"], "--input-img-mode RGB has 3 channels and the model takes 1"),
+    "no mode": (["--input-img-mode", "XYZ"], "unknown --input-img-mode 'XYZ'; choose one of Pillow's"),
 }
 
 
@@ -51,6 +73,16 @@ def test_mistakes_are_refused_before_the_model_is_built(
     error = capsys.readouterr().err
     assert message in error
     assert error.splitlines()[-1].startswith("train.py: error: ")
+
+
+@pytest.mark.parametrize("name", AFTER_MODEL)
+def test_what_the_model_does_not_take_is_refused_before_a_folder_is_made(
+    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    argv, message = AFTER_MODEL[name]
+    assert train(*argv) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

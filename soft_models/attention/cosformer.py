@@ -275,8 +275,8 @@ def project_heads(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return features(split_heads(q, num_heads)), features(split_heads(k, num_heads)), dense(split_heads(v, num_heads))
 
 
-def explicit_weights(q: Tensor, k: Tensor, table: Tensor, rows: Tensor | None, causal: bool) -> Tensor:
-    """Normalised weights ``(B, h, N, N)``, or the chosen ``rows`` of them, from features."""
+def explicit_weights(q: Tensor, k: Tensor, table: Tensor, rows: Tensor | None, causal: bool = False) -> Tensor:
+    """Weights ``(B, h, N, N)`` before they are normalised, or the chosen ``rows`` of them, from features."""
     table_q = table
     index = torch.arange(q.shape[-2], device=q.device)
     if rows is not None:
@@ -284,6 +284,11 @@ def explicit_weights(q: Tensor, k: Tensor, table: Tensor, rows: Tensor | None, c
     weights = (q @ k.transpose(-2, -1)) * (table_q @ table.transpose(0, 1))
     if causal:
         weights = weights.masked_fill(torch.arange(k.shape[-2], device=k.device) > index[:, None], 0.0)
+    return weights
+
+
+def normalized_rows(weights: Tensor) -> Tensor:
+    """``weights`` over the sums of their rows, as :func:`reweighted_attention` normalises."""
     return weights / weights.sum(dim=-1, keepdim=True).clamp(min=EPS)
 
 
@@ -349,7 +354,7 @@ class CosformerAttention(nn.Module):
         N = x.shape[1]
         with autocast_off(x):
             table = raster_table(N, angle_length(N, self.max_len), q)
-            return explicit_weights(q, k, table, rows, self.causal)
+            return normalized_rows(explicit_weights(q, k, table, rows, self.causal))
 
 
 @register_notrace_module
@@ -405,4 +410,4 @@ class Cosformer2dAttention(nn.Module):
         """Explicit weights ``(B, h, N, N)``, or the chosen ``rows`` of them; each row sums to 1 or, unused, to 0."""
         q, k, _ = project_heads(self.qkv(x), self.num_heads)
         with autocast_off(x):
-            return explicit_weights(q, k, map_table(x.shape[1], feat_size, q), rows, False)
+            return normalized_rows(explicit_weights(q, k, map_table(x.shape[1], feat_size, q), rows))

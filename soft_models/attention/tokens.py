@@ -40,8 +40,11 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def fold_heads(x: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
-    """``(B, N, C)`` to ``(B * h, N, d)``, contiguous and of that dtype in one pass."""
-    return split_heads(x, num_heads).to(dtype, memory_format=torch.contiguous_format).flatten(0, 1)
+    """``(B, N, C)`` to ``(B * h, N, d)``, contiguous and of that dtype."""
+    x = split_heads(x, num_heads)
+    if x.device.type == "cpu":
+        x = x.contiguous()  # by itself: CPUs convert what lies apart number by number
+    return x.to(dtype, memory_format=torch.contiguous_format).flatten(0, 1)
 
 
 def unfold_heads(x: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:

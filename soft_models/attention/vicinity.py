@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from soft_models.attention.cosformer import (
     dense,
+    explicit_weights,
     features,
     map_table,
     normaliser,
@@ -149,7 +150,5 @@ class VicinityAttention(nn.Module):
         """Explicit weights ``(B, h, N, N)``, or the chosen ``rows`` of them, without the limits of ``clamp``."""
         q, k, _ = project_heads(self.qkv(x), self.num_heads)
         with autocast_off(x):
-            table = map_table(x.shape[1], feat_size, q)
-            left, left_table = (q, table) if rows is None else (q[:, :, rows], table[rows])
-            weights = (left @ k.transpose(-2, -1)) * (left_table @ table.transpose(0, 1))
+            weights = explicit_weights(q, k, map_table(x.shape[1], feat_size, q), rows)
             return weights / (weights.sum(dim=-1, keepdim=True) + EPS)

@@ -81,9 +81,7 @@ def convert(args: argparse.Namespace) -> int:
     if pretrained_settings(content):
         _logger.info("preprocessing and class names stay behind: a loader finds them in %s only", args.source)
     if len(names) > 1:
-        _logger.info(
-            "whether the weights want the normalised form cannot be told from their names: ask who trained them"
-        )
+        _logger.info("which of these it is cannot be told from the names of the weights: ask who trained them")
     write({key: tensor.contiguous() for key, tensor in weights.items()}, args.target)
     _logger.info("wrote %s, read back and found equal", args.target)
     return 0

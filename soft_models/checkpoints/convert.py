@@ -145,7 +145,7 @@ def check_fit(
                 )
         elif names:
             parts.clear()  # what differs between two models is long, and helps nobody
-            hint = ", whether with normalisation cannot be told from its names" if len(names) > 1 else ""
+            hint = ", which of these cannot be told from its names" if len(names) > 1 else ""
             parts.append(f"the file fits {' or '.join(map(repr, names))}{hint}")
         raise CheckpointError(f"the weights do not fit: {'; '.join(parts)}")
     broken = [name for name, tensor in weights.items() if not _finite(tensor)]
@@ -160,7 +160,8 @@ def _finite(tensor: Tensor) -> bool:
 def matching_names(weights: Mapping[str, Tensor]) -> list[str]:
     """Registered names of ours that the weights fill, whatever their classes, channels and image size.
 
-    Depths, widths, heads and the kind of landmarks show in names and shapes; whether attention is normalised does not.
+    Depths, widths, heads and the kind of landmarks show in names and shapes; whether SOFT is normalised does not, nor
+    which attention it is of those that hold the same projections.
     """
     return [name for name in registered_names() if _fits_name(weights, name)]
 

@@ -14,7 +14,8 @@ import yaml
 from soft_models.errors import UsageError
 
 AmpDtype = Literal["float16", "bfloat16"]
-Interpolation = Literal["", "bilinear", "bicubic", "random", "nearest", "lanczos", "box", "hamming"]
+Interpolation = Literal["", "bilinear", "bicubic", "nearest", "lanczos", "box", "hamming"]
+TrainInterpolation = Literal["", "random", "bilinear", "bicubic", "nearest", "lanczos", "box", "hamming"]
 # torch warns of more loader processes than there are cores.
 WORKERS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 Metric = Literal["top1", "top5", "loss"]
@@ -153,14 +154,14 @@ class TrainConfig(DataConfig):
     min_lr: float = 0.0  # lowest learning rate
     epochs: int = 300  # epochs of the schedule, warm-up included
     decay_milestones: tuple[int, ...] = (90, 180, 270)  # epochs, for multistep
-    decay_epochs: float = 90.0  # epochs between decays, for step
+    decay_epochs: float = 90.0  # epochs between decays, for step; of the decay, for wsd and rsqrt
     warmup_epochs: int = 5  # epochs of warm-up
     warmup_prefix: bool = False  # add the warm-up to the epochs
     cooldown_epochs: int = 0  # epochs at min_lr after the schedule
     patience_epochs: int = 10  # epochs without progress before a decay, for plateau
-    decay_rate: float = 0.1  # factor per decay
+    decay_rate: float = 0.1  # factor per decay; the exponent, for poly
     # Augmentation and regularisation.
-    no_aug: bool = False  # resize and centre crop only
+    no_aug: bool = False  # resize and centre crop only, no erasing; mixup and cutmix stay, as in timm
     train_crop_mode: Literal["rrc", "rkrc", "rkrr"] | None = None  # training crop
     scale: tuple[float, float] = (0.08, 1.0)  # least and largest area of the training crop, as fractions
     ratio: tuple[float, float] = (3 / 4, 4 / 3)  # least and largest aspect ratio of the training crop
@@ -186,7 +187,7 @@ class TrainConfig(DataConfig):
     mixup_mode: Literal["batch", "pair", "elem"] = "batch"  # what shares one draw
     mixup_off_epoch: int = 0  # epoch from which nothing is mixed, 0 for never
     smoothing: float = 0.1  # label smoothing
-    train_interpolation: Interpolation = "random"  # of training images
+    train_interpolation: TrainInterpolation = "random"  # of training images; random is bilinear or bicubic by chance
     # Batch norm and EMA.
     sync_bn: bool = False  # batch statistics over all processes
     dist_bn: Literal["broadcast", "reduce", ""] = "reduce"  # running statistics after an epoch

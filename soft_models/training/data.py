@@ -97,19 +97,23 @@ class ImageReport:
 
     def __init__(self, source: Source, title: str) -> None:
         self.source, self.title = source, title
-        self.broken: dict[str, str] = {}
-        self.turned: dict[str, None] = {}
+        self.broken: set[str] = set()
+        self.turned: set[str] = set()
+        self.told = False
 
     def add(self, batch: Batch) -> None:
         """Take note of a batch; an image that was skipped is named the first time."""
         for name, reason in batch.broken:
             if name not in self.broken:
                 _logger.warning("skipped unreadable image %s (%s)", name, reason)
-            self.broken[name] = reason
-        self.turned.update(dict.fromkeys(self.source.name(item) for item in batch.turned))
+            self.broken.add(name)
+        self.turned.update(self.source.name(item) for item in batch.turned)
 
     def log(self, runtime: Runtime) -> None:
-        """Say what there was, in all processes together, which must all call."""
+        """Say what there was, the first time only, in all processes together, which must all call."""
+        if self.told:
+            return
+        self.told = True
         broken = sorted({name for names in runtime.gather_objects(list(self.broken)) for name in names})
         turned = sorted({name for names in runtime.gather_objects(list(self.turned)) for name in names})
         if broken:
@@ -140,24 +144,38 @@ def image_mode(in_chans: int, mode: str | None) -> str:
     """PIL mode of images with ``in_chans`` channels.
 
     Raises:
-        UsageError: No mode is given and none is usual for so many channels.
+        UsageError: No mode is given and none is usual for so many channels, or the one given has others.
     """
     usual = {1: "L", 3: "RGB"}
     if mode is None and in_chans not in usual:
         raise UsageError(f"--in-chans {in_chans} needs --input-img-mode: a PIL mode with so many channels")
-    return mode or usual[in_chans]
+    mode = mode or usual[in_chans]
+    try:
+        channels = Image.getmodebands(mode)
+    except KeyError:
+        raise UsageError(f"unknown --input-img-mode {mode!r}; choose one of Pillow's, such as RGB, L or RGBA") from None
+    if channels != in_chans:
+        raise UsageError(f"--input-img-mode {mode} has {channels} channels and the model takes {in_chans}")
+    return mode
 
 
 def train_transform(cfg: TrainConfig, data_config: dict[str, Any]) -> Callable[[Image.Image], Any]:
-    """timm's training transform, to bytes; mixing, normalising and erasing follow on the device."""
-    transform = create_transform(
-        data_config["input_size"], is_training=True, no_aug=cfg.no_aug, train_crop_mode=cfg.train_crop_mode,
-        scale=cfg.scale, ratio=cfg.ratio, hflip=cfg.hflip, vflip=cfg.vflip, color_jitter=cfg.color_jitter,
-        color_jitter_prob=cfg.color_jitter_prob, grayscale_prob=cfg.grayscale_prob or 0.0,
-        gaussian_blur_prob=cfg.gaussian_blur_prob or 0.0, auto_augment=cfg.aa,
-        interpolation=cfg.train_interpolation or data_config["interpolation"], mean=data_config["mean"],
-        std=data_config["std"], use_prefetcher=True,
-    )  # fmt: skip
+    """timm's training transform, to bytes; mixing, normalising and erasing follow on the device.
+
+    Raises:
+        UsageError: timm knows no such policy of augmentation.
+    """
+    try:
+        transform = create_transform(
+            data_config["input_size"], is_training=True, no_aug=cfg.no_aug, train_crop_mode=cfg.train_crop_mode,
+            scale=cfg.scale, ratio=cfg.ratio, hflip=cfg.hflip, vflip=cfg.vflip, color_jitter=cfg.color_jitter,
+            color_jitter_prob=cfg.color_jitter_prob, grayscale_prob=cfg.grayscale_prob or 0.0,
+            gaussian_blur_prob=cfg.gaussian_blur_prob or 0.0, auto_augment=cfg.aa,
+            interpolation=cfg.train_interpolation or data_config["interpolation"], mean=data_config["mean"],
+            std=data_config["std"], use_prefetcher=True,
+        )  # fmt: skip
+    except (AssertionError, KeyError, ValueError) as error:
+        raise UsageError(f"cannot augment by --aa {cfg.aa}: {error}; rand-m9-mstd0.5-inc1 is one that works") from None
     for op in augment_ops(transform):
         if op.aug_fn is posterize:
             op.aug_fn = posterize_some

@@ -199,16 +199,15 @@ def evaluate(
     sums: list[Tensor] = []
     samples = skipped = 0
     progress = Progress(title, len(loader), log_interval, runtime.is_primary)
-    for step, batch in enumerate(loader, start=1):
-        report.add(batch)
-        skipped += len(batch.broken)
-        if batch.indices:
-            images, targets = transform(batch)
-            with autocast:
-                logits = model(images)
-            sums.append(_batch_sums(logits.float(), targets))
-            samples += len(targets)
-        progress.show(step, len(batch.indices) * runtime.world_size)
+    with autocast:  # once, as it keeps the weights that it has converted until it is left
+        for step, batch in enumerate(loader, start=1):
+            report.add(batch)
+            skipped += len(batch.broken)
+            if batch.indices:
+                images, targets = transform(batch)
+                sums.append(_batch_sums(model(images).float(), targets))
+                samples += len(targets)
+            progress.show(step, len(batch.indices) * runtime.world_size)
     progress.close()
     local = torch.stack(sums).cpu().double().sum(0).tolist() if sums else [0.0] * 3
     loss, top1, top5, count, left_out = runtime.gather([*local, samples, skipped]).double().sum(0).tolist()

@@ -137,8 +137,9 @@ def build_learner(cfg: TrainConfig, model: nn.Module, mixes: bool, runtime: Runt
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     try:
         optimizer = create_optimizer_v2(model, **optimizer_kwargs(cfg=cfg), **cfg.opt_kwargs)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise UsageError(f"cannot create optimizer {cfg.opt}: {error}") from error
+    except (TypeError, ValueError, AssertionError, IndexError) as error:
+        betas = f" with --opt-betas {list(cfg.opt_betas)}" if cfg.opt_betas else ""
+        raise UsageError(f"cannot create optimizer {cfg.opt}{betas}: {error}") from error
     scheduler, num_epochs = _build_scheduler(cfg, optimizer, updates_per_epoch)
     fp16 = cfg.amp and cfg.amp_dtype == "float16"
     return Learner(

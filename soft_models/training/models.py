@@ -46,11 +46,16 @@ def spatial_size(cfg: ModelConfig) -> tuple[int, int] | None:
     return (cfg.img_size, cfg.img_size) if cfg.img_size else None
 
 
+def asked_channels(cfg: ModelConfig) -> int | None:
+    """Image channels asked for, if any."""
+    return cfg.input_size[0] if cfg.input_size else cfg.in_chans
+
+
 def model_arguments(cfg: ModelConfig) -> dict[str, Any]:
     """What ``timm.create_model`` takes to build the architecture; enough to build it again from a checkpoint."""
     arguments = {
         "num_classes": cfg.num_classes,
-        "in_chans": cfg.input_size[0] if cfg.input_size else cfg.in_chans,
+        "in_chans": asked_channels(cfg),
         "global_pool": cfg.gp,
         **cfg.model_kwargs,
     }
@@ -110,7 +115,10 @@ def build_train_model(cfg: TrainConfig, arguments: Mapping[str, Any]) -> Any:
         _load_initial(cfg, model)
     _scale_head(cfg, model)
     if cfg.grad_checkpointing:
-        model.set_grad_checkpointing(enable=True)
+        try:
+            model.set_grad_checkpointing(enable=True)
+        except (AssertionError, AttributeError) as error:
+            raise UsageError(f"{cfg.model} takes no --grad-checkpointing: {error}") from None
     return model
 
 
@@ -169,12 +177,14 @@ def input_config(
     """Size, crop and normalisation of the model's images: options given, else those stored, else the model's own.
 
     Raises:
-        UsageError: A mean or deviation for another number of channels.
+        UsageError: A mean or deviation for another number of channels, or a crop of more than the image.
     """
     given: dict[str, Any] = {**(stored or {})}
     options = {name: getattr(cfg, name) for name in ("crop_pct", "crop_mode", "mean", "std", "interpolation")}
     given.update({name: value for name, value in options.items() if value})
     in_chans = model_channels(model, cfg)
+    if cfg.crop_pct is not None and not 0 < cfg.crop_pct <= 1:
+        raise UsageError(f"--crop-pct is a fraction above 0, 1 for all, got {cfg.crop_pct}")
     size = spatial_size(cfg)
     if size:
         given["input_size"] = (in_chans, *size)
@@ -215,5 +225,4 @@ def check_input(model: nn.Module, input_size: Sequence[int]) -> None:
 
 def model_channels(model: nn.Module, cfg: ModelConfig) -> int:
     """Image channels that the model takes."""
-    asked = cfg.input_size[0] if cfg.input_size else cfg.in_chans
-    return int(getattr(model, "in_chans", None) or asked or 3)
+    return int(getattr(model, "in_chans", None) or asked_channels(cfg) or 3)

@@ -41,9 +41,7 @@ def make_plan(cfg: TrainConfig, runtime: Runtime) -> Plan:
     """
     check_model_name(cfg.model)
     check_optimizer(cfg)
-    check_least(cfg, 1, "epochs", "grad_accum_steps", "checkpoint_hist", "val_interval", "log_interval")
-    check_least(cfg, 1, "batch_size", "validation_batch_size")
-    check_least(cfg, 0, "workers", "lr")
+    check_ranges(cfg)
     found = find_resume(cfg, Path(cfg.output) / cfg.experiment if cfg.experiment else None)
     for path in (cfg.pretrained_path, cfg.initial_checkpoint):
         if path and not found:
@@ -61,6 +59,47 @@ def make_plan(cfg: TrainConfig, runtime: Runtime) -> Plan:
             cfg.epochs,
         )
     return Plan(cfg, runtime, *splits, found)
+
+
+LEAST_1 = (
+    "epochs", "grad_accum_steps", "checkpoint_hist", "val_interval", "log_interval", "batch_size",
+    "validation_batch_size", "lr_base_size", "lr_cycle_limit", "recount",
+)  # fmt: skip
+LEAST_0 = (
+    "workers", "start_epoch", "lr", "lr_base", "warmup_lr", "min_lr", "warmup_epochs", "cooldown_epochs",
+    "patience_epochs", "aug_repeats", "mixup", "cutmix", "mixup_off_epoch", "recovery_interval", "skip_nonfinite",
+)  # fmt: skip
+FRACTIONS = (
+    "hflip", "vflip", "color_jitter_prob", "grayscale_prob", "gaussian_blur_prob", "reprob", "mixup_prob",
+    "mixup_switch_prob", "model_ema_decay",
+)  # fmt: skip
+POSITIVE = ("clip_grad", "decay_epochs")
+RANGES = ("scale", "ratio", "cutmix_minmax")
+
+
+def check_ranges(cfg: TrainConfig) -> None:
+    """Refuse numbers that mean nothing, or the opposite of what they look like.
+
+    Raises:
+        UsageError: One does.
+    """
+    check_least(cfg, 1, *LEAST_1)
+    check_least(cfg, 0, *LEAST_0)
+    for name in (*FRACTIONS, *POSITIVE, *RANGES):
+        flag, value = f"--{name.replace('_', '-')}", getattr(cfg, name)
+        if value is None:
+            continue
+        if name in FRACTIONS and not 0 <= value <= 1:
+            raise UsageError(f"{flag} must lie in 0 to 1, got {value}")
+        if name in POSITIVE and not value > 0:
+            off = "; none turns it off" if name == "clip_grad" else ""
+            raise UsageError(f"{flag} must be above 0, got {value}{off}")
+        if name in RANGES and not 0 < value[0] <= value[1]:
+            raise UsageError(f"{flag} takes the smaller number first, both above 0, got {value[0]} and {value[1]}")
+    if not 0 <= cfg.smoothing < 1:
+        raise UsageError(f"--smoothing must be at least 0 and below 1, got {cfg.smoothing}")
+    if cfg.cutmix_minmax and not cfg.cutmix_minmax[0] < cfg.cutmix_minmax[1] <= 1:
+        raise UsageError(f"--cutmix-minmax takes two fractions, the smaller first, got {list(cfg.cutmix_minmax)}")
 
 
 def check_optimizer(cfg: TrainConfig) -> None:

@@ -14,6 +14,7 @@ from .config import TrainConfig, plain_dict
 from .engine import Position
 from .learner import Learner
 from .runtime import Runtime
+from .sampling import TrainBatches
 from .saver import BEST, LAST, CheckpointSaver, recovery_files
 from .weights import Checkpoint, check_architecture, choose_weights, load_exactly
 
@@ -112,14 +113,13 @@ def stored_position(checkpoint: Checkpoint) -> Position:
 
 
 def restore(
-    learner: Learner, checkpoint: Checkpoint, cfg: TrainConfig, runtime: Runtime, path: Path, steps: int
+    learner: Learner, checkpoint: Checkpoint, cfg: TrainConfig, runtime: Runtime, path: Path, batches: TrainBatches
 ) -> Position:
     """Put a checkpoint's state into ``learner`` and return the position to go on from.
 
     Raises:
         UsageError: It does not fit.
     """
-    updates_per_epoch = -(-steps // cfg.grad_accum_steps)
     _, weights = choose_weights(checkpoint, False, path)
     load_exactly(learner.model, weights, path, advice="resume needs the same head; --pretrained-path adapts it")
     _restore_ema(learner, checkpoint, path)
@@ -138,8 +138,9 @@ def restore(
     if cfg.start_epoch is not None and not again:
         position = Position(epoch=cfg.start_epoch)
     if position.step:
-        _restore_sums(position, extras, runtime, path, steps)
-    position.updates = position.epoch * updates_per_epoch + -(-position.step // cfg.grad_accum_steps)
+        _restore_sums(position, extras, runtime, path, len(batches))
+    position.updates = position.epoch * batches.updates(cfg.grad_accum_steps)
+    position.updates += -(-position.step // cfg.grad_accum_steps)
     learner.set_rate(position.epoch, position.updates)
     new_rate = learner.optimizer.param_groups[0]["lr"]
     if rate is not None and abs(new_rate - rate) > 1e-9 * max(abs(rate), abs(new_rate)):

@@ -21,7 +21,7 @@ from .data import ImageReport, ImageSamples, build_loader, eval_transform, image
 from .engine import EvalResult, Position, TrainSetup, evaluate, train_one_epoch
 from .learner import Learner, build_learner, wrap
 from .plan import Plan
-from .resume import restore, restore_saver
+from .resume import restore
 from .runtime import StopRequest
 from .sampling import EvalBatches, TrainBatches
 from .saver import CheckpointSaver
@@ -67,14 +67,13 @@ def build_run(plan: Plan, prepared: Prepared, folder: Path, stop: StopRequest) -
         len(samples), cfg.batch_size, cfg.seed, runtime.rank, runtime.world_size, repeats=cfg.aug_repeats
     )
     transform = build_train_transform(cfg, device, data_config, int(getattr(model, "num_classes", 0)))
-    updates_per_epoch = -(-len(batches) // cfg.grad_accum_steps)
+    updates_per_epoch = batches.updates(cfg.grad_accum_steps)
     learner = build_learner(cfg, model, transform.mixup is not None, runtime, updates_per_epoch)
     saver = CheckpointSaver(folder, cfg.decreasing_metric, cfg.checkpoint_hist)
     position = Position(epoch=cfg.start_epoch or 0, updates=(cfg.start_epoch or 0) * updates_per_epoch)
     if plan.resume:
         path, checkpoint = plan.resume
-        position = restore(learner, checkpoint, cfg, runtime, path, len(batches))
-        restore_saver(saver, checkpoint, path, runtime)
+        position = restore(learner, checkpoint, cfg, runtime, path, batches)
     else:
         learner.set_rate(position.epoch, position.updates)
     wrap(learner, runtime)
@@ -199,8 +198,7 @@ def finish_epoch(run: Run, rate: float) -> None:
             f"epoch {epoch} trained on nothing: no image of {plan.train.name} could be read, or no loss was finite"
         )
     train_loss = loss_sum / samples
-    if epoch == 0:
-        run.setup.report.log(plan.runtime)
+    run.setup.report.log(plan.runtime)
     row: dict[str, Any] = {"epoch": epoch, "train_loss": train_loss}
     results = validate_epoch(run)
     for prefix, result in results.items():
@@ -245,6 +243,5 @@ def validate_epoch(run: Run) -> dict[str, EvalResult]:
             prefix,
             cfg.log_interval,
         )
-    if run.position.epoch == 0:
-        run.val_report.log(runtime)
+    run.val_report.log(runtime)
     return results

@@ -76,7 +76,9 @@ def choose_device(name: str) -> str:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"--device must be cpu, cuda, cuda:N or mps, got {name!r}") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda", "mps"):
+        raise UsageError(f"--device must be cpu, cuda, cuda:N or mps, got {name!r}")
     kind, count = device.type, torch.cuda.device_count()
     if (kind == "cuda" and not torch.cuda.is_available()) or (kind == "mps" and not mps):
         raise UsageError(f"--device {name} is not available here; leave it out to use {choose_device('')}")
@@ -129,13 +131,20 @@ def build_autocast(cfg: ModelConfig, device: torch.device) -> AbstractContextMan
 
 
 def compile_model(cfg: ModelConfig, model: torch.nn.Module, device: torch.device) -> None:
-    """Compile the model in place, if the configuration asks for it."""
+    """Compile the model in place, if the configuration asks for it.
+
+    Raises:
+        UsageError: torch knows no such backend or mode.
+    """
     if not cfg.torchcompile:
         return
     options: dict[str, Any] | None = None
     if device.type == "cpu" and cfg.torchcompile == "inductor" and cfg.torchcompile_mode is None:
         options = {"force_layout_optimization": True}  # or the backward pass of depthwise convolutions is slow
-    model.compile(backend=cfg.torchcompile, mode=cfg.torchcompile_mode, options=options)
+    try:
+        model.compile(backend=cfg.torchcompile, mode=cfg.torchcompile_mode, options=options)
+    except RuntimeError as error:
+        raise UsageError(f"cannot compile by --torchcompile {cfg.torchcompile}: {error}") from None
 
 
 class StopRequest:

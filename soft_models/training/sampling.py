@@ -36,8 +36,7 @@ def seed_host(seed: int) -> None:
 
 def seed_all(seed: int) -> None:
     """Seed every generator, those of the accelerators too."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    seed_host(seed)
     torch.manual_seed(seed)
 
 
@@ -67,6 +66,10 @@ class TrainBatches(Sampler[list[Draw]]):
     def __len__(self) -> int:
         """Batches of a whole epoch, wherever it starts."""
         return self.length // self.world_size // self.batch_size
+
+    def updates(self, accumulate: int) -> int:
+        """Optimizer updates of a whole epoch, each of ``accumulate`` batches or what is left of them."""
+        return -(-len(self) // accumulate)
 
     def set_position(self, epoch: int, step: int = 0) -> None:
         """Let the next iteration begin at batch ``step`` of ``epoch``."""

@@ -21,7 +21,6 @@ from .images import read_image
 _logger = logging.getLogger(__name__)
 
 
-NO_DATA = "no data: give --data-dir the folder that holds the splits"
 NAMED = ("torch/", "hfds/", "hfids/", "tfds/", "wds/")  # how timm tells datasets apart; others it takes for folders
 
 
@@ -90,8 +89,7 @@ def open_train_splits(cfg: TrainConfig) -> tuple[Split, Split | None]:
     Raises:
         UsageError: A folder, split or class is missing or wrong.
     """
-    if not cfg.data_dir and not cfg.dataset.startswith("hfds/"):
-        raise UsageError(NO_DATA)
+    _require_data(cfg)
     if cfg.dataset:
         train = _open_named(cfg, cfg.train_split, is_training=True)
         return train, _open_named(cfg, cfg.val_split, is_training=False) if cfg.val_split else None
@@ -103,6 +101,11 @@ def open_train_splits(cfg: TrainConfig) -> tuple[Split, Split | None]:
         _logger.warning("%s has folders without images, which are no classes: %s", scan.root, some_of(scan.empty))
     train = _folder_split(scan, classes)
     return train, _folder_split(scan_folder(held_out), classes) if held_out else None
+
+
+def _require_data(cfg: DataConfig) -> None:
+    if not cfg.data_dir and not cfg.dataset.startswith("hfds/"):
+        raise UsageError("no data: give --data-dir the folder that holds the splits")
 
 
 def _find_val(cfg: TrainConfig, train_folder: Path) -> Path | None:
@@ -123,8 +126,7 @@ def open_eval_split(cfg: ValidateConfig, classes: Sequence[str] | None) -> Split
     Raises:
         UsageError: A folder, split or class is missing or wrong.
     """
-    if not cfg.data_dir and not cfg.dataset.startswith("hfds/"):
-        raise UsageError(NO_DATA)
+    _require_data(cfg)
     if cfg.dataset:
         return _open_named(cfg, cfg.split, is_training=False)
     scan = scan_folder(_eval_folder(cfg))

@@ -29,6 +29,7 @@ from .config import TrainConfig, to_yaml
 from .learner import ema_note, few_note
 from .models import build_train_model, check_input, input_config, starting_arguments
 from .plan import Plan, make_plan
+from .resume import restore_saver
 from .run import Prepared, Run, build_run, run_epochs
 from .runtime import StopRequest, running
 from .sampling import derive_seed, seed_all
@@ -59,12 +60,12 @@ def train(cfg: TrainConfig) -> int:
         if runtime.is_primary:
             make_folder(Path(cfg.output))
         prepared = prepare_model(plan)
-        folder = run_folder(plan.cfg, prepared.data_config)
+        run = build_run(plan, prepared, run_folder(plan.cfg, prepared.data_config), stop)
         if not runtime.is_primary:
-            return train_in_folder(plan, prepared, folder, stop)
-        make_folder(folder)
-        with RunLock(folder, "give --experiment another name"):
-            return train_in_folder(plan, prepared, folder, stop)
+            return train_in_folder(run)
+        make_folder(run.folder)
+        with RunLock(run.folder, "give --experiment another name"):
+            return train_in_folder(run)
 
 
 def prepare_model(plan: Plan) -> Prepared:
@@ -94,10 +95,13 @@ def run_folder(cfg: TrainConfig, data_config: Mapping[str, Any]) -> Path:
     return Path(cfg.output) / (cfg.experiment or dated)
 
 
-def train_in_folder(plan: Plan, prepared: Prepared, folder: Path, stop: StopRequest) -> int:
-    """Put the parts together and train; see ``train``."""
-    run = build_run(plan, prepared, folder, stop)
-    cfg, learner, position = plan.cfg, run.learner, run.position
+def train_in_folder(run: Run) -> int:
+    """Train in a folder that is this run's alone; see ``train``."""
+    plan, folder, learner, position = run.plan, run.folder, run.learner, run.position
+    cfg = plan.cfg
+    if plan.resume:
+        path, checkpoint = plan.resume
+        restore_saver(run.saver, checkpoint, path, plan.runtime)
     if position.epoch >= learner.num_epochs:
         _logger.info("the run is finished: %d of %d epochs are done", position.epoch, learner.num_epochs)
         report_best(run)
@@ -106,7 +110,7 @@ def train_in_folder(plan: Plan, prepared: Prepared, folder: Path, stop: StopRequ
     more = learner.num_epochs - cfg.epochs
     added = f" (--epochs {cfg.epochs}, and {more} of cooldown, warm-up prefix or more cycles)" if more > 0 else ""
     _logger.info("%d epochs%s of %d steps, writing to %s", learner.num_epochs, added, steps, folder)
-    updates = learner.num_epochs * -(-steps // cfg.grad_accum_steps)
+    updates = learner.num_epochs * run.batches.updates(cfg.grad_accum_steps)
     for note in filter(None, ("" if position.updates else few_note(updates), ema_note(cfg, updates))):
         _logger.warning("%s", note)
     if plan.runtime.is_primary:

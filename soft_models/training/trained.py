@@ -15,6 +15,7 @@ from soft_models.errors import UsageError
 from .config import TrainedConfig, check_least
 from .data import image_mode
 from .models import (
+    asked_channels,
     check_input,
     check_model_name,
     create_model,
@@ -94,8 +95,7 @@ def load_trained(cfg: TrainedConfig, stored: Stored) -> Any:
     """
     if stored.weights is None:
         return create_model(cfg.model, model_arguments(cfg), pretrained=True)
-    in_chans = cfg.input_size[0] if cfg.input_size else cfg.in_chans
-    own = replace(cfg, img_size=None, input_size=None, in_chans=in_chans)
+    own = replace(cfg, img_size=None, input_size=None, in_chans=asked_channels(cfg))
     arguments = {**(stored.arguments or {}), **model_arguments(own)}
     model = create_model(cfg.model, arguments)
     load_exactly(model, stored.weights, cfg.checkpoint, advice="are --num-classes and --model-kwargs the checkpoint's?")
