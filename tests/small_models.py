@@ -57,9 +57,13 @@ def full(name: str) -> nn.Module:
 
 
 def small_args(name: str) -> dict[str, Any]:
+    """Constructor arguments of :func:`small`."""
+    return {"img_size": 64, "num_classes": CLASSES, **widths(name)}
+
+
+def widths(name: str) -> dict[str, Any]:
     """Constructor arguments that make a model of the family of ``name`` small."""
-    strides = {info["reduction"] for info in full(name).feature_info}
-    return {"img_size": 64, "num_classes": CLASSES, **(PYRAMID if len(strides) > 1 else SMALL_VIT)}
+    return SMALL_VIT if "_vit_" in name else PYRAMID
 
 
 def small(name: str, **kwargs: Any) -> nn.Module:

@@ -285,7 +285,7 @@ def test_what_does_not_fit_is_refused_by_name(
 def test_wrong_variant_is_recognised() -> None:
     weights = timm.create_model("soft_norm_conv_base", num_classes=7).state_dict()
     assert matching_names(weights) == ["soft_conv_base", "soft_norm_conv_base"]
-    with pytest.raises(CheckpointError, match=r"fits 'soft_conv_base' or 'soft_norm_conv_base', whether with normal"):
+    with pytest.raises(CheckpointError, match=r"fits 'soft_conv_base' or 'soft_norm_conv_base', which of these cannot"):
         timm.create_model("soft_conv_small").load_state_dict(weights)
     with pytest.raises(CheckpointError, match=r"head.*pretrained_cfg_overlay=dict\(file=\.\.\.\)"):
         timm.create_model("soft_conv_base").load_state_dict(weights)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from small_models import PYRAMID, PYRAMIDS, SMALL_VIT, VIT
+from small_models import PYRAMID, PYRAMIDS, VIT, widths
 from torch import nn
 from torch.testing import assert_close
 
@@ -83,8 +83,7 @@ def test_transformers_backbone_comes_back_from_a_folder(transformers: Any, tmp_p
 
 @pytest.mark.parametrize("name", ["soft_tiny", "vvt_tiny", VIT])
 def test_transformers_classifier_comes_back_from_a_folder(transformers: Any, name: str, tmp_path: Path) -> None:
-    arguments = SMALL_VIT if name == VIT else PYRAMID
-    config = transformers.TimmWrapperConfig(architecture=name, num_labels=10, model_args=arguments)
+    config = transformers.TimmWrapperConfig(architecture=name, num_labels=10, model_args=widths(name))
     model = transformers.TimmWrapperForImageClassification(config).eval()
     randomise_statistics(model)
     model.save_pretrained(tmp_path)
@@ -113,9 +112,8 @@ def test_openmmlab_wrapper_keywords(name: str) -> None:
 @pytest.mark.parametrize("name", [*PYRAMIDS, VIT])
 def test_openmmlab_wrapper_resets_the_classifier(name: str) -> None:
     """Without ``features_only`` the wrapper takes head and pooling away, and returns what is left as one feature."""
-    arguments = SMALL_VIT if name == VIT else PYRAMID
     model = timm.create_model(
-        model_name=name, features_only=False, pretrained=False, in_chans=1, checkpoint_path="", **arguments
+        model_name=name, features_only=False, pretrained=False, in_chans=1, checkpoint_path="", **widths(name)
     )
     model.reset_classifier(0, "")
     assert model(torch.randn(1, 1, 64, 64)).shape[0] == 1

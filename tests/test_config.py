@@ -64,6 +64,14 @@ def test_imagenet_recipes_follow_the_paper() -> None:
         assert (cfg.model_ema, cfg.model_ema_decay) == (True, 0.99996)
 
 
+def test_recipes_of_deit_training_follow_its_images() -> None:
+    paths = [path for path in CONFIGS if path.stem.startswith(("vvt_", "cosformer_"))]
+    assert len(paths) == 5
+    for path in paths:
+        cfg = load_config(path)
+        assert (cfg.train_interpolation, cfg.crop_pct, cfg.aug_repeats) == ("bicubic", 0.875, 3)
+
+
 def test_timm_flags_are_accepted() -> None:
     from soft_models.commands.cli import build_parser
 

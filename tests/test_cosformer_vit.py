@@ -42,7 +42,6 @@ def test_without_padding_other_sizes_are_refused() -> None:
 
 
 def test_fixed_size_equals_dynamic_size() -> None:
-    torch.manual_seed(0)
     dynamic = MapVisionTransformer((64, 96), attention="cosformer2d", **SMALL).eval()
     fixed = MapVisionTransformer(
         (64, 96), attention="cosformer2d", dynamic_img_size=False, dynamic_img_pad=False, **SMALL
@@ -69,6 +68,10 @@ def test_intermediates_in_both_formats_and_as_dict() -> None:
 def test_wrong_arguments_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="unknown attention 'cosfromer'; choose one of"):
         MapVisionTransformer(**SMALL, attention="cosfromer")
+    with pytest.raises(ValueError, match="unknown act_layer 'gleu'; choose a name of timm's"):
+        MapVisionTransformer(**SMALL, act_layer="gleu")
+    with pytest.raises(ValueError, match="unknown norm_layer 'layrnorm'; choose a name of timm's"):
+        MapVisionTransformer(**SMALL, norm_layer="layrnorm")
     with pytest.raises(ValueError, match="linear attention takes no mask"):
         MapVisionTransformer(64, **SMALL).forward_intermediates(torch.randn(1, 3, 64, 64), is_causal=True)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from small_models import PYRAMID, PYRAMIDS, SMALL_VIT, VIT
+from small_models import PYRAMID, PYRAMIDS, VIT, widths
 from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -17,11 +17,6 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 
 from soft_models.checkpoints import CheckpointError
 from soft_models.downstream import FPNBackbone, MapBackbone, UPerNet
-
-
-def small(name: str) -> dict[str, Any]:
-    """Constructor arguments of a tiny model."""
-    return SMALL_VIT if "_vit_" in name else PYRAMID
 
 
 @pytest.fixture
@@ -43,7 +38,7 @@ def targets() -> list[dict[str, Tensor]]:
 
 def classifier_file(name: str, folder: Path, **kwargs: Any) -> tuple[Path, nn.Module]:
     """A classifier with statistics of its own, saved as training saves it."""
-    model = timm.create_model(name, num_classes=10, **small(name), **kwargs)
+    model = timm.create_model(name, num_classes=10, **widths(name), **kwargs)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean.uniform_(-1, 1)
@@ -56,7 +51,7 @@ def classifier_file(name: str, folder: Path, **kwargs: Any) -> tuple[Path, nn.Mo
 @pytest.mark.parametrize("name", [*PYRAMIDS, VIT])
 @pytest.mark.parametrize("out_indices", [(0, 1, 2, 3), (1, 2), (3,)])
 def test_maps_have_the_strides_and_channels_that_are_told(name: str, out_indices: tuple[int, ...]) -> None:
-    backbone = MapBackbone(name, out_indices, **small(name))
+    backbone = MapBackbone(name, out_indices, **widths(name))
     maps = backbone(torch.randn(2, 3, 96, 64))
     assert backbone.strides == [4 * 2**i for i in out_indices]
     expected = [(2, dim, 96 // s, 64 // s) for dim, s in zip(backbone.channels, backbone.strides, strict=True)]
@@ -135,6 +130,14 @@ def test_another_image_size_resizes_the_tables_and_says_so(tmp_path: Path, caplo
     assert "4 are adapted to it" in caplog.text
 
 
+def test_what_goes_into_other_weights_is_not_called_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    name = "deit3_small_patch16_224"
+    torch.save(timm.create_model(name, depth=1).state_dict(), tmp_path / f"{name}.pth")
+    with caplog.at_level(logging.INFO, "soft_models.downstream"):
+        MapBackbone("cosformer_vit_small_patch16_224", checkpoint=tmp_path / f"{name}.pth", depth=1)
+    assert "dropped: cls_token, norm.weight" in caplog.text
+
+
 def test_checkpoint_of_another_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("soft_models.checkpoints.convert.registered_names", list)  # advice takes seconds
     path, _ = classifier_file("vvt_tiny", tmp_path)
@@ -170,6 +173,7 @@ def test_mistakes_are_one_line(kwargs: dict[str, Any], message: str) -> None:
         (lambda: FPNBackbone("soft_tiny", out_channels=0), "out_channels must be at least 1, got 0"),
         (lambda: UPerNet("soft_tiny", num_classes=0), "num_classes must be at least 1, got 0"),
         (lambda: UPerNet("soft_tiny", num_classes=2, pool_sizes=(0, 2)), "pool_sizes must be at least 1, got 0"),
+        (lambda: UPerNet("soft_tiny", num_classes=2, norm_layer="bathnorm2d"), "unknown norm_layer 'bathnorm2d'"),
     ],
 )
 def test_mistakes_about_heads_are_one_line(build: Callable[[], nn.Module], message: str) -> None:
@@ -191,7 +195,7 @@ def test_fpn_gives_maps_by_name(extra: str, names: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [(name, small(name)) for name in ("soft_tiny", "vvt_tiny", VIT)]
+    [(name, widths(name)) for name in ("soft_tiny", "vvt_tiny", VIT)]
     + [pytest.param(name, {}, marks=pytest.mark.slow) for name in (*PYRAMIDS, VIT)],
 )
 def test_fpn_takes_images_of_800_by_1333(name: str, arguments: dict[str, Any]) -> None:
@@ -209,8 +213,8 @@ def detector(kind: str, name: str) -> nn.Module:
     sizes = {"min_size": 64, "max_size": 128, "num_classes": 3}
     if kind in ("MaskRCNN", "FasterRCNN"):
         cls = MaskRCNN if kind == "MaskRCNN" else FasterRCNN
-        return cls(FPNBackbone(name, 16, **small(name)), **sizes)
-    backbone = FPNBackbone(name, 32, out_indices=(1, 2, 3), extra="p6p7", **small(name))
+        return cls(FPNBackbone(name, 16, **widths(name)), **sizes)
+    backbone = FPNBackbone(name, 32, out_indices=(1, 2, 3), extra="p6p7", **widths(name))
     return (RetinaNet if kind == "RetinaNet" else FCOS)(backbone, **sizes)
 
 
@@ -240,7 +244,7 @@ def test_torchvision_detectors_train_and_predict(
 
 @pytest.mark.parametrize("name", [*PYRAMIDS, VIT])
 def test_upernet_trains_and_gives_logits_of_the_images_size(name: str) -> None:
-    model = UPerNet(name, num_classes=5, channels=8, **small(name)).train()
+    model = UPerNet(name, num_classes=5, channels=8, **widths(name)).train()
     logits = model(torch.randn(2, 3, 70, 90))
     assert logits.shape == (2, 5, 70, 90)
     logits.square().mean().backward()

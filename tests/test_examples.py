@@ -188,6 +188,7 @@ def test_wrong_names_and_paths_are_one_line_and_exit_code_2(
         (["--model", "soft_tinny"], "unknown name 'soft_tinny'"),
         (["--checkpoint", "missing.pth"], "no checkpoint file 'missing.pth'"),
         (["--data", str(tmp_path)], "found none in all; remove it, or name another folder"),
+        (["--data", str(tmp_path / "file" / "digits")], "cannot write to the folder"),
     ):
         assert main([*common, *arguments]) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]
@@ -242,6 +243,7 @@ def test_perfect_answers_have_perfect_metrics(test: scenes.Scenes) -> None:
     boxes, pixels = answers(given, wrong=0)
     assert boxes["box AP50"] == boxes["mask AP"] == pytest.approx(1)
     assert pixels["mIoU"] == pytest.approx(1)
+    assert answers(given[:1], wrong=0)[1]["mIoU"] == 1, "digits that do not occur"
     boxes, pixels = answers(given, wrong=1)
     assert boxes["box AP50"] < 0.2
     assert pixels["mIoU"] == pytest.approx(1 / 11)

@@ -66,12 +66,6 @@ def test_out_indices_out_of_range_are_refused(name: str, out_indices: tuple[int,
 
 
 @over_names
-def test_no_out_indices_are_refused(name: str) -> None:
-    with pytest.raises(ValueError):
-        small(name, features_only=True, out_indices=())
-
-
-@over_names
 def test_final_map_is_the_pixels_of_the_features(name: str) -> None:
     model, x = shared(name), images()
     with torch.no_grad():

@@ -95,9 +95,9 @@ def test_block_is_whole_where_pieces_could_show(block: Block) -> None:
         looked_inside()
         hook.remove()
         assert len(seen) > 3 and all(torch.equal(output, then) for output, then in seen)
-        mlp, block.mlp = block.mlp, nn.Sequential(Rearranged(), block.mlp)  # mixes tokens
+        mlp, block.mlp = block.mlp, nn.Sequential(Rearranged(), block.mlp).eval()  # mixes tokens
         looked_inside()
-        block.mlp, block.norm2 = mlp, Rearranged()
+        block.mlp, block.norm2 = mlp, Rearranged().eval()
         looked_inside()
 
 
@@ -189,6 +189,6 @@ def test_norm_merged_into_the_convolution_of_large_maps_is_the_norm(
         assert len(calls) == 1
         assert not torch.equal(conv.eval()(x), apart), "statistics of training are taken over"
         assert len(calls) == 2
-        conv.append(nn.Dropout())
+        conv.append(nn.Dropout().eval())
         conv(x)
     assert len(calls) == 2

@@ -48,7 +48,7 @@ REFUSALS = {
     "smoothing": (["--smoothing", "10"], "--smoothing must be at least 0 and below 1, got 10.0"),
     "probability": (["--hflip", "50"], "--hflip must lie in 0 to 1, got 50.0"),
     "crop": (["--scale", "1", "0.08"], "--scale takes the smaller number first, both above 0, got 1.0 and 0.08"),
-    "cut": (["--cutmix-minmax", "0.2", "0.2"], "--cutmix-minmax takes two fractions, the smaller first, got [0.2, 0.2]"),
+    "cut": (["--cutmix-minmax", "0.2", "0.2"], "--cutmix-minmax takes two fractions, the smaller first, got [0.2"),
     "interpolation": (["--interpolation", "random"], "'hamming', got 'random'"),
 }
 AFTER_MODEL = {
@@ -59,7 +59,7 @@ AFTER_MODEL = {
     "mode": (["--torchcompile", "--torchcompile-mode", "fast"], "cannot compile by --torchcompile inductor: "),
     "pixels": (["--crop-pct", "87.5"], "--crop-pct is a fraction above 0, 1 for all, got 87.5"),
     "grey": (["--input-img-mode", "L"], "--input-img-mode L has 1 channels and the model takes 3"),
-    "colours": (["--in-chans", "1", "--input-img-mode", "RGB"], "--input-img-mode RGB has 3 channels and the model takes 1"),
+    "colours": (["--in-chans", "1", "--input-img-mode", "RGB"], "RGB has 3 channels and the model takes 1"),
     "no mode": (["--input-img-mode", "XYZ"], "unknown --input-img-mode 'XYZ'; choose one of Pillow's"),
 }
 

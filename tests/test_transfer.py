@@ -313,6 +313,7 @@ def test_copies_and_pickles_give_equal_logits(name: str) -> None:
         expected = model(x)
         same(unpickled(x), expected, "logits of the unpickled model")
         copied = copy.deepcopy(model)
+        same(copied(x), expected, "logits of the copy")
         next(copied.parameters()).zero_()
         same(model(x), expected, "logits after a change to a copy")
 

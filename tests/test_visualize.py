@@ -85,11 +85,16 @@ def test_every_family_has_layers(name: str) -> None:
 
 def test_chosen_stage_and_block_and_mode_is_kept() -> None:
     model = timm.create_model("soft_tiny").train()
+    model.patch_embed.eval()  # frozen
     image = torch.randn(1, 3, 64, 64)
     first, last = (attention_maps(model, image, [(3, 3)], stages=[2], block=block)[0] for block in (0, -1))
     assert first.stage == last.stage == 2
     assert not torch.equal(first.weights, last.weights)
-    assert model.training
+    assert model.training and model.stages[3].training
+    assert not any(module.training for module in model.patch_embed.modules())
+    for block in (3, -4):
+        with pytest.raises(UsageError, match=f"block {block + (block > 0)} does not exist: stage 3 has blocks 1 to 3"):
+            attention_maps(model, image, [(3, 3)], stages=[2], block=block)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
@@ -172,6 +177,7 @@ def test_checkpoint_of_others_needs_its_head(photo: Path, tmp_path: Path, capfd:
         (["PHOTO", "--block", "2"], "block 2 does not exist: stage 1 has blocks 1 to 1"),
         (["PHOTO", "--block", "0"], "--block counts from 1, or is -1 for the last, got 0"),
         (["PHOTO", "--size", "16"], "--size must be at least 32 pixels, got 16"),
+        (["PHOTO", "--size", "0"], "--size must be at least 32 pixels, got 0"),
         (["PHOTO", "--panel", "8"], "--panel must be at least 32 pixels, got 8"),
         (["PHOTO", "--output", "sheet.jpg"], "--output must end with .png"),
         (["PHOTO", "--output", "PHOTO"], "is the image itself; name another file"),

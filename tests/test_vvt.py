@@ -100,11 +100,15 @@ def test_what_looks_inside_the_mlp_sees_it_as_it_stands() -> None:
     mlp, x, seen = ConvMlp(4, 8).eval(), torch.randn(1, 6, 4), []
     with torch.no_grad():
         expected = mlp(x, (2, 3))
-        for part in (mlp.dwconv, mlp.act):
+        hooks = [
             part.register_forward_hook(lambda module, inputs, output: seen.append((output, output.clone())))
+            for part in (mlp.dwconv, mlp.act)
+        ]
         torch.testing.assert_close(mlp(x, (2, 3)), expected)
         assert len(seen) == 2 and all(torch.equal(output, then) for output, then in seen), "written over"
-        mlp.act = nn.ReLU()
+        for hook in hooks:
+            hook.remove()
+        mlp.act = nn.ReLU().eval()
         assert not torch.allclose(mlp(x, (2, 3)), expected)
 
 
