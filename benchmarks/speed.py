@@ -305,13 +305,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2, help="torch threads")
     parser.add_argument("--output", type=Path, help="file for the table, in Markdown")
     args = parser.parse_args(argv)
+    if args.output and args.output.is_dir():
+        parser.error(f"--output {args.output} is a folder: name a file")
+    try:
+        chosen = [number for number, row in enumerate(ROWS) if re.search(args.rows, row.work)]
+    except re.error as error:
+        parser.error(f"--rows is no regular expression: {error}")
+    if not chosen:
+        parser.error(f"no row matches {args.rows!r}")
     head = [
         f"`python -m benchmarks.speed`, {heading(args.threads, 'float32')}",
         "",
         "| work | ratio | middle half | bound | kept |",
         "|---|---:|---:|---:|---|",
     ]
-    chosen = [number for number, row in enumerate(ROWS) if re.search(args.rows, row.work)]
     lines = show_table(head, (in_own_process(number, args.rounds, args.threads) for number in chosen), args.output)
     return int(any(text.endswith("| NO |") for text in lines))
 

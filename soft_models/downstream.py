@@ -37,7 +37,8 @@ class MapBackbone(nn.Module):
         name: A registered name of ours.
         out_indices: Stages to return, numbers from 0 in ascending order; stages behind the last are not built.
         norm: LayerNorm over the channels of every map, with weights of its own.
-        frozen_stages: Stem and this many first stages stay as they are: no gradient, no statistics, no dropout.
+        frozen_stages: This many first stages, and the stem with them, stay as they are: no gradient, no statistics, no
+            dropout; 0 freezes nothing.
         frozen_bn: Every batch normalisation of the model stays as it is, for batches too small for statistics.
         checkpoint: A classifier's file, of ``train.py`` or official; what is loaded and what dropped is logged. Without
             ``img_size`` a pyramid's position tables keep the grids they have there, so each tensor arrives bit by bit.
@@ -184,8 +185,8 @@ class UPerNet(nn.Module):
         channels: Width of the head.
         pool_sizes: Sides of the grids that the last map is pooled to.
         drop_rate: Dropout rate of whole channels before the classifier.
-        norm_layer: Normalisation of the head, timm's name or a class. Batch normalisation, the paper's, needs batches
-            of two or more in training, since the coarsest pool has one pixel.
+        norm_layer: Normalisation of the head's maps, timm's name or a class. Batch normalisation, the paper's, needs
+            batches of two or more in training, since the coarsest pool has one pixel.
         **kwargs: As for :class:`MapBackbone`.
 
     Shape:
@@ -193,7 +194,7 @@ class UPerNet(nn.Module):
         sizes to a list of logits.
 
     Raises:
-        ValueError: A number below 1, or timm knows no such ``norm_layer``; or as :class:`MapBackbone`.
+        ValueError: A number below 1, no pool, or timm knows no such ``norm_layer``; or as :class:`MapBackbone`.
     """
 
     def __init__(
@@ -207,6 +208,8 @@ class UPerNet(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
+        if not isinstance(pool_sizes, Sequence) or not pool_sizes:
+            raise ValueError(f"pool_sizes must be a sequence of sides of grids, got {pool_sizes}")
         check_positive(num_classes=num_classes, channels=channels, **{"the least of pool_sizes": min(pool_sizes)})
         self.body = MapBackbone(name, **kwargs)
         conv = partial(ConvNormAct, norm_layer=resolve_norm(norm_layer, eps=1e-6), act_layer=nn.ReLU)

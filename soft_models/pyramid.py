@@ -232,6 +232,6 @@ def check_options(attention: str, last: str, options: dict[str, Any]) -> None:
             names = " and ".join(map(repr, chosen))
             raise ValueError(f"{option}={value!r} is not read by attention {names}; it is by {readers}")
     if "sr_ratios" in changed and options["landmarks"] == "avg" and options["landmark_grid"] is not None:
-        raise ValueError(
-            f"sr_ratios={changed['sr_ratios']} needs landmarks='conv' or landmark_grid=None, which read it"
-        )
+        by_landmarks = any("landmarks" in attention_options(name) for name in (attention, last))
+        readers = "landmarks='conv' or landmark_grid=None, which read it" if by_landmarks else "landmark_grid=None"
+        raise ValueError(f"sr_ratios={changed['sr_ratios']} needs {readers}")

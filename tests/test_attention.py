@@ -360,6 +360,60 @@ def test_exported_program_takes_other_batches_and_survives_a_file(name: str) -> 
             close(program.module()(x, MAP), attn(x, MAP), f"output of a batch of {count}")
 
 
+@pytest.mark.parametrize(("name", "options"), [("cosformer", {"causal": True}), ("vicinity", {"clamp": False})])
+def test_other_forms_compile_export_and_script_with_equal_outputs(
+    name: str, options: dict[str, Any], fresh_dynamo: None
+) -> None:
+    attn = build(name, **options)
+    shapes = {"x": {0: torch.export.Dim("batch", min=1, max=8)}, "feat_size": (None, None)}
+    exported = torch.export.export(attn, (tokens(), MAP), dynamic_shapes=shapes).module()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # torch deprecates TorchScript
+        for graph in (torch.compile(attn, fullgraph=True, backend="eager"), exported, torch.jit.script(attn)):
+            for batch in (1, 5):
+                close(graph(tokens(batch), MAP), attn(tokens(batch), MAP), f"output of a batch of {batch}")
+
+
+@over_attentions
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_torchscript_under_autocast_holds_large_sums(name: str, how: str) -> None:
+    attn, feat_size = build(name), (56, 56)
+    x = 10 * tokens(1, 0, feat_size)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        if how == "script":
+            graph = torch.jit.script(attn)
+        else:
+            graph = torch.jit.trace(Fixed(attn, feat_size), x, check_trace=False)
+        for _ in range(3):  # the first calls may run another graph than the later ones
+            with torch.autocast("cpu", torch.float16):
+                output = graph(x, feat_size) if how == "script" else graph(x)
+            assert relative_error(output, attn(x, feat_size)) < HALF_ERROR
+
+
+class Fixed(nn.Module):
+    """An attention for maps of one size: a trace takes tensors alone."""
+
+    def __init__(self, attn: nn.Module, feat_size: tuple[int, int]) -> None:
+        super().__init__()
+        self.attn, self.feat_size = attn, feat_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attn(x, self.feat_size)
+
+
+@over_attentions
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_is_built_under_a_half_default(name: str, dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        attn = create_attention(name, DIM, num_heads=HEADS)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {tensor.dtype for tensor in attn.state_dict().values()} == {dtype}
+    assert attn(tokens().to(dtype), MAP).isfinite().all()
+
+
 @over_attentions
 def test_scripted_module_equals_eager_for_other_maps(name: str) -> None:
     attn = build(name)

@@ -16,7 +16,7 @@ from PIL import Image
 from tiny_data import write_folder
 from torch.testing import assert_close
 
-from benchmarks import accuracy, attention, cells, gpu, measure, report
+from benchmarks import accuracy, attention, cells, gpu, measure, report, speed
 from benchmarks.cells import Block, Samples, run_blocks
 from benchmarks.plan import LAYERS, Plan
 from benchmarks.report import PAPER
@@ -150,13 +150,18 @@ def synthetic(tmp_path: Path) -> tuple[Samples, Samples]:
             growth = side**4 if "softmax" in key else side**2
             for k in range(block.rounds):
                 samples.add(key, 1e-5 * growth * (1 + 0.1 * k) * (1 if "layer" in key else number + 1))
+    return samples, synthetic_scores(tmp_path)
+
+
+def synthetic_scores(folder: Path) -> Samples:
+    """Of two seeds, made up."""
     recipe = accuracy.Recipe(1, 2, 7, 5, (48, 64))
-    scores = Samples(tmp_path / accuracy.FILE, asdict(recipe))
+    scores = Samples(folder / accuracy.FILE, asdict(recipe))
     for name in MODELS.values():
         for seed in range(2):
             for size in recipe.sizes:
                 scores.add(accuracy.cell(name, seed, size), 90 + seed + size / 64)
-    return samples, scores
+    return scores
 
 
 def tables(text: str) -> list[list[dict[str, str]]]:
@@ -186,16 +191,16 @@ def test_markdown_says_what_the_csv_says_and_plots_are_there(two_models: None, t
     counts, speeds, growth, digits = tables((tmp_path / "attention.md").read_text(encoding="utf-8"))
     models = read(tmp_path / "models.csv")
     assert [row["attention"] for row in counts] == [f"`{row['attention']}`" for row in models]
-    for count, speed, row in zip(counts, speeds, models, strict=True):
+    for count, rates, row in zip(counts, speeds, models, strict=True):
         assert count["parameters"] == f"{float(row['parameters']) / 1e6:.2f} M"
         assert count["multiply-adds"] == f"{float(row['multiply_adds']) / 1e9:.2f} G"
         for kind, size in (("inference", 32), ("inference", 64), ("training", 32)):
-            middle, spread = speed[f"{kind} {size}, img/s"].removesuffix(" %").split(" ± ")
+            middle, spread = rates[f"{kind} {size}, img/s"].removesuffix(" %").split(" ± ")
             column = f"{kind}_{size}_images_per_s"
             low, high = float(row[f"{column}_low"]), float(row[f"{column}_high"])
             assert float(middle) == pytest.approx(float(row[column]), rel=0.06)
             assert float(spread) == pytest.approx(50 * (high - low) / float(row[column]), abs=0.5)
-        assert speed["training 32, MB"] == f"{float(row['memory_training_32_bytes']) / 1e6:,.0f}"
+        assert rates["training 32, MB"] == f"{float(row['memory_training_32_bytes']) / 1e6:,.0f}"
         if row["digits_top1"]:
             assert (
                 count["digits at 64, top-1"]
@@ -234,10 +239,15 @@ def test_accuracy_is_reported_beside_speeds_of_another_plan(
     monkeypatch.setattr(attention, "QUICK", Plan((32,), (32,), (), 1, 1, 1, 5.0, (4, 8), (4, 8)))
     monkeypatch.setattr(attention, "peak_memory", lambda make, *args, threads: 1e6 * len(args))
     assert attention.main([*argv, "--quick"]) == 0
-    before = tables((tmp_path / "attention.md").read_text(encoding="utf-8"))
-    monkeypatch.setattr(accuracy, "run", lambda *_: 0)
+    counts, *speeds = tables((tmp_path / "attention.md").read_text(encoding="utf-8"))
+    monkeypatch.setattr(accuracy, "run", lambda *_: 0 if synthetic_scores(tmp_path) else 1)
     assert attention.main([*argv, "--accuracy"]) == 0
-    assert tables((tmp_path / "attention.md").read_text(encoding="utf-8")) == before
+    reported, *others, by_size = tables((tmp_path / "attention.md").read_text(encoding="utf-8"))
+    assert others == speeds
+    column = "digits at 64, top-1"
+    assert [row.pop(column) for row in reported] == ["91.5 ± 0.7 %"] * len(MODELS) + ["-"]
+    assert {row.pop(column, "-") for row in counts} == {"-"} and reported == counts
+    assert {row["64"] for row in by_size} == {"91.5 ± 0.7 %"}
 
 
 def test_table_is_written_to_a_new_folder(tmp_path: Path) -> None:
@@ -245,6 +255,17 @@ def test_table_is_written_to_a_new_folder(tmp_path: Path) -> None:
     rows = iter(["row"])
     assert measure.show_table(["head"], (row for row in rows if path.parent.exists()), path) == ["head", "row"]
     assert path.read_text(encoding="utf-8") == "head\nrow\n"
+
+
+def test_speed_refuses_what_it_cannot_measure_or_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, message in (
+        (["--rows", "nosuchrow"], "no row matches 'nosuchrow'"),
+        (["--rows", "(cosformer"], "--rows is no regular expression: missing )"),
+        (["--rows", "inverse", "--output", str(tmp_path)], "is a folder: name a file"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            speed.main(argv)
+        assert message in capsys.readouterr().err
 
 
 # Accuracy.

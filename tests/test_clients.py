@@ -6,16 +6,9 @@ from typing import Any
 import pytest
 import timm
 import torch
-from small_models import PYRAMID, PYRAMIDS, VIT, widths
+from small_models import PYRAMID, PYRAMIDS, VIT, enliven, widths
 from torch import nn
 from torch.testing import assert_close
-
-
-def randomise_statistics(model: nn.Module) -> None:
-    """Statistics that no fresh model has."""
-    for name, buffer in model.named_buffers():
-        if "running" in name:
-            buffer.uniform_(0.5, 2)
 
 
 def assert_same_tensors(model: nn.Module, other: nn.Module) -> None:
@@ -68,7 +61,7 @@ def transformers() -> Any:
 def test_transformers_backbone_comes_back_from_a_folder(transformers: Any, tmp_path: Path) -> None:
     config = transformers.TimmBackboneConfig(backbone="soft_tiny", out_indices=[0, 1, 2, 3])
     model = transformers.TimmBackbone(config, **PYRAMID).eval()
-    randomise_statistics(model)
+    enliven(model)
     x = torch.randn(1, 3, 64, 96)
     maps = model(x).feature_maps
     assert [tuple(y.shape) for y in maps] == [(1, 16, 16, 24), (1, 32, 8, 12), (1, 48, 4, 6), (1, 64, 2, 3)]
@@ -85,7 +78,7 @@ def test_transformers_backbone_comes_back_from_a_folder(transformers: Any, tmp_p
 def test_transformers_classifier_comes_back_from_a_folder(transformers: Any, name: str, tmp_path: Path) -> None:
     config = transformers.TimmWrapperConfig(architecture=name, num_labels=10, model_args=widths(name))
     model = transformers.TimmWrapperForImageClassification(config).eval()
-    randomise_statistics(model)
+    enliven(model)
     model.save_pretrained(tmp_path)
     again = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).eval()
     assert_same_tensors(again, model)

@@ -1,7 +1,5 @@
 """cosFormer attention: official numbers, the explicit N x N form, precision, causality, masks."""
 
-import warnings
-
 import naive
 import numpy as np
 import pytest
@@ -192,23 +190,6 @@ def test_autocast_leaves_the_sums_in_float32(
     assert seen == [torch.float32] * 6
     assert out.dtype == torch.bfloat16
     assert (out - expected).norm() / expected.norm() < 0.02
-
-
-def test_causal_compiles_and_exports_with_equal_outputs() -> None:
-    attn = CosformerAttention(32, 4, causal=True).eval()
-    x = torch.randn(2, 48, 32)  # more tokens than features per head: the linear order of the products
-    expected = attn(x, (6, 8))
-    compiled = torch.compile(attn, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x, (6, 8)), expected)
-    shapes = {"x": {0: torch.export.Dim("batch", min=1, max=8)}, "feat_size": (None, None)}
-    exported = torch.export.export(attn, (x, (6, 8)), dynamic_shapes=shapes).module()
-    for batch in (1, 5):
-        x = torch.randn(batch, 48, 32)
-        torch.testing.assert_close(exported(x, (6, 8)), attn(x, (6, 8)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit.script is deprecated
-        scripted = torch.jit.script(attn)
-    torch.testing.assert_close(scripted(x, (6, 8)), attn(x, (6, 8)))
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from small_models import PYRAMID, PYRAMIDS, VIT, widths
+from small_models import PYRAMID, PYRAMIDS, VIT, enliven, widths
 from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -38,11 +38,7 @@ def targets() -> list[dict[str, Tensor]]:
 
 def classifier_file(name: str, folder: Path, **kwargs: Any) -> tuple[Path, nn.Module]:
     """A classifier with statistics of its own, saved as training saves it."""
-    model = timm.create_model(name, num_classes=10, **widths(name), **kwargs)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.uniform_(-1, 1)
-            module.running_var.uniform_(0.5, 2)
+    model = enliven(timm.create_model(name, num_classes=10, **widths(name), **kwargs))
     path = folder / "model_best.pth.tar"
     torch.save({"arch": name, "epoch": 3, "state_dict": model.state_dict()}, path)
     return path, model
@@ -173,6 +169,8 @@ def test_mistakes_are_one_line(kwargs: dict[str, Any], message: str) -> None:
         (lambda: FPNBackbone("soft_tiny", out_channels=0), "out_channels must be at least 1, got 0"),
         (lambda: UPerNet("soft_tiny", num_classes=0), "num_classes must be at least 1, got 0"),
         (lambda: UPerNet("soft_tiny", num_classes=2, pool_sizes=(0, 2)), "pool_sizes must be at least 1, got 0"),
+        (lambda: UPerNet("soft_tiny", num_classes=2, pool_sizes=()), r"pool_sizes must be a sequence .* got \(\)"),
+        (lambda: UPerNet("soft_tiny", num_classes=2, pool_sizes=3), "pool_sizes must be a sequence .* got 3"),
         (lambda: UPerNet("soft_tiny", num_classes=2, norm_layer="bathnorm2d"), "unknown norm_layer 'bathnorm2d'"),
     ],
 )

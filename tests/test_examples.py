@@ -128,6 +128,12 @@ def test_head_and_backbone_have_rates_of_their_own(data: Path) -> None:
     assert all((p.ndim > 1) == (group["weight_decay"] > 0) for group in groups for p in group["params"])
 
 
+def test_head_is_trained_at_the_rate_of_the_example(options: argparse.Namespace) -> None:
+    assert fit.run(replace(COLOR, head_scale=3), options) == 0
+    groups = read_checkpoint(options.output / "last.pth.tar")["optimizer"]["param_groups"]
+    assert [group["lr_scale"] for group in groups] == [3]
+
+
 def test_missing_modules_are_told_before_training(options: argparse.Namespace) -> None:
     with pytest.raises(UsageError, match="the test needs no_such_module: pip install no_such_module"):
         fit.run(replace(COLOR, needs=("torch", "no_such_module")), options)

@@ -18,7 +18,6 @@ from small_models import (
     over_families,
     over_names,
     same,
-    shapes,
     shared,
     small,
 )
@@ -86,14 +85,6 @@ def test_average_pooling_is_the_mean_of_the_final_map(name: str) -> None:
         mean = model.forward_intermediates(x, norm=True, intermediates_only=True)[-1].mean(dim=(2, 3))
         expected = getattr(model, "fc_norm", nn.Identity())(mean)
         close(model.forward_head(model.forward_features(x), pre_logits=True), expected, "pre-logits")
-
-
-@over_names
-def test_maps_of_a_multiple_of_32_divide_exactly(name: str) -> None:
-    with torch.no_grad():
-        maps = shared(name).forward_intermediates(images(size=(64, 96)), intermediates_only=True)
-    strides = [info["reduction"] for info in shared(name).feature_info]
-    assert shapes(maps) == [(64 // stride, 96 // stride) for stride in strides]
 
 
 @over_names

@@ -151,8 +151,7 @@ def test_modules_of_ours_and_timm_are_called_differently() -> None:
         assert set(timm.list_models(module=module)) <= set(registered_names()), f"timm has a module {module} too"
 
 
-def test_family_names_are_registered_and_small() -> None:
-    assert set(family_names()) <= set(registered_names())
+def test_families_are_represented_by_small_names() -> None:
     assert not [name for name in family_names() if re.search("medium|large|huge", name)]
 
 

@@ -259,23 +259,3 @@ def test_queries_that_something_looks_at_are_not_written_over(in_pieces: list[in
         given = x.clone()
         attn.eval()(x, (4, 6))
     assert in_pieces == [24] and torch.equal(x, given)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"inverse": "newtno"}, "unknown inverse 'newtno'; choose 'newton' or 'solve'"),
-        ({"inverse": "newton", "newton_iters": 1}, "newton_iters must be at least 2, got 1"),
-        ({"newton_iters": 9}, "newton_iters=9 is read by inverse='newton' only: set that as well"),
-        ({"local_kernel": 4}, "local_kernel must be odd, or 0 for none, got 4"),
-        ({"local_kernel": -3}, "local_kernel must be odd, or 0 for none, got -3"),
-        ({"landmarks": "max"}, "unknown landmarks 'max'; choose 'avg' or 'conv'"),
-        ({"landmark_grid": 0}, "landmark_grid must be positive, got 0"),
-        ({"landmark_grid": (7, 0)}, r"landmark_grid must be positive, got \(7, 0\)"),
-        ({"landmarks": "conv", "sr_ratio": 0}, "sr_ratio must be at least 1, got 0"),
-    ],
-    ids=str,
-)
-def test_soft_refuses_wrong_options_by_name(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SoftAttention(24, 3, **options)

@@ -318,17 +318,22 @@ def test_copies_and_pickles_give_equal_logits(name: str) -> None:
         same(model(x), expected, "logits after a change to a copy")
 
 
-@over_names
-def test_model_built_on_meta_is_complete_after_loading(name: str) -> None:
+def emptied(name: str) -> nn.Module:
+    """A model that was built on meta, of NaN in every tensor."""
     with torch.device("meta"):
         model = timm.create_model(name, **small_args(name)).eval()
     tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
     assert [key for key, t in tensors.items() if not t.is_meta] == []
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
-        model.to_empty(device="cpu")
+        return model.to_empty(device="cpu")
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@over_names
+def test_model_built_on_meta_is_complete_after_loading(name: str) -> None:
+    model = emptied(name)
     for module in model.modules():
         if callable(initialise := getattr(module, "init_non_persistent_buffers", None)):
             initialise()
@@ -339,13 +344,7 @@ def test_model_built_on_meta_is_complete_after_loading(name: str) -> None:
 
 @over_names
 def test_init_weights_fills_a_model_built_on_meta(name: str) -> None:
-    with torch.device("meta"):
-        model = timm.create_model(name, **small_args(name)).eval()
-    torch.use_deterministic_algorithms(True)
-    try:
-        model.to_empty(device="cpu")
-    finally:
-        torch.use_deterministic_algorithms(False)
+    model = emptied(name)
     model.init_weights()
     assert [key for key, value in model.state_dict().items() if not value.isfinite().all()] == []
     fresh = timm.create_model(name, **small_args(name)).state_dict()

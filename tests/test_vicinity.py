@@ -1,7 +1,5 @@
 """Vicinity attention: the explicit form, the released limits, precision, gate."""
 
-import warnings
-
 import naive
 import pytest
 import torch
@@ -67,21 +65,6 @@ def test_module_limits_projection_and_gated_sum(scale: float) -> None:
     plain = clamp_magnitude(attn.proj(vicinity_attention(q, k, v, (3, 4)).transpose(1, 2).flatten(2)))
     expected = clamp_magnitude(plain + plain * attn.gate(x.mean(dim=1, keepdim=True)))
     torch.testing.assert_close(attn(x, (3, 4)), expected)
-
-
-def test_without_limits_compiles_exports_and_scripts_with_equal_outputs() -> None:
-    attn = VicinityAttention(32, num_heads=4, clamp=False).eval()
-    x = torch.randn(2, 48, 32)
-    torch.testing.assert_close(torch.compile(attn, fullgraph=True, backend="eager")(x, (6, 8)), attn(x, (6, 8)))
-    shapes = {"x": {0: torch.export.Dim("batch", min=1, max=8)}, "feat_size": (None, None)}
-    exported = torch.export.export(attn, (x, (6, 8)), dynamic_shapes=shapes).module()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit.script is deprecated
-        scripted = torch.jit.script(attn)
-    for batch in (1, 5):
-        x = torch.randn(batch, 48, 32)
-        torch.testing.assert_close(exported(x, (6, 8)), attn(x, (6, 8)))
-        torch.testing.assert_close(scripted(x, (6, 8)), attn(x, (6, 8)))
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:

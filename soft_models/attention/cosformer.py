@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from soft_models.attention.tokens import autocast_off, head_width, merge_heads, split_heads
+from soft_models.attention.tokens import autocast_off, head_width, island_dtype, merge_heads, split_heads
 from soft_models.graphs import is_open
 from soft_models.linear import Linear
 
@@ -257,9 +257,8 @@ def attend_map(q: Tensor, k: Tensor, v: Tensor, feat_size: tuple[int, int]) -> T
 
 
 def dense(x: Tensor) -> Tensor:
-    """A contiguous copy in float32, or float64 for float64: what the batched products would make of it anyway."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    """A contiguous copy of ``island_dtype``: what the batched products would make of it anyway."""
+    return x.to(island_dtype(x), copy=True, memory_format=torch.contiguous_format)
 
 
 def features(x: Tensor) -> Tensor:
@@ -296,8 +295,9 @@ def normalized_rows(weights: Tensor) -> Tensor:
 class CosformerAttention(nn.Module):
     """cosFormer attention over the raster order (Qin et al. 2022, arXiv:2202.08791), see :func:`cosformer_attention`.
 
-    Cost O(N C d) for heads of width d. Key sums, normaliser and angles are in float32 (float64 for float64 input)
-    whatever autocast says. As in the official code there is no ``1 / sqrt(d)``, and the normaliser is at least 1e-6.
+    Cost O(N C d) for heads of width d. Key sums, normaliser and angles are in float32 whatever autocast says; in
+    scripts, traces and float64 as by :class:`SoftAttention`. As in the official code there is no ``1 / sqrt(d)``, and
+    the normaliser is at least 1e-6.
 
     Args:
         dim: Token width C.

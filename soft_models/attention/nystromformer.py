@@ -7,7 +7,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from soft_models.attention.pooling import MapPool
-from soft_models.attention.tokens import at_least_float32, autocast_off, head_width, merge_heads, split_heads
+from soft_models.attention.tokens import autocast_off, head_width, island_dtype, merge_heads, split_heads
 from soft_models.linear import Linear
 
 __all__ = ["NystromformerAttention", "iterative_pinv", "nystrom_attention", "nystrom_factors"]
@@ -69,7 +69,8 @@ class NystromformerAttention(nn.Module):
     """Nyströmformer attention (Xiong et al. 2021, arXiv:2102.03902) with 2-D average-pooled landmarks.
 
     The official code averages windows of the sequence; on a map the windows are 2-D, as in the comparison of the SOFT
-    paper (arXiv:2110.11945). Softmax matrices and inverse are computed in float32 whatever autocast says.
+    paper (arXiv:2110.11945). Softmax matrices and inverse are computed in float32 whatever autocast says;
+    in scripts, traces and float64 as by :class:`SoftAttention`.
 
     Args:
         dim: Token width C.
@@ -85,7 +86,7 @@ class NystromformerAttention(nn.Module):
         landmarks by themselves.
 
     Raises:
-        ValueError: ``num_heads`` does not divide ``dim``, or the grid is not positive.
+        ValueError: ``num_heads`` does not divide ``dim``, or the grid or ``pinv_iters`` is not positive.
     """
 
     def __init__(
@@ -103,6 +104,8 @@ class NystromformerAttention(nn.Module):
     ) -> None:
         super().__init__()
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
+        if pinv_iters < 1:
+            raise ValueError(f"pinv_iters must be at least 1, got {pinv_iters}")
         self.num_heads = num_heads
         self.scale = head_width(dim, num_heads) ** -0.5
         self.pinv_iters = pinv_iters
@@ -112,13 +115,19 @@ class NystromformerAttention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        q, k, v = at_least_float32(self.qkv(x)).chunk(3, dim=-1)
+        q, k, v = self.project(x)
         if torch.jit.is_scripting():
             out = self.attend(q, k, v, feat_size)
         else:
             with autocast_off(x):
                 out = self.attend(q, k, v, feat_size)
         return self.proj_drop(self.proj(merge_heads(out).to(x.dtype)))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, ``(B, N, C)`` each."""
+        qkv = self.qkv(x)
+        q, k, v = qkv.to(island_dtype(qkv)).chunk(3, dim=-1)
+        return q, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, feat_size: tuple[int, int]) -> Tensor:
         q, q_landmarks = self.with_landmarks(q * self.scale, feat_size)
@@ -132,7 +141,7 @@ class NystromformerAttention(nn.Module):
     @torch.jit.ignore
     def attention_matrix(self, x: Tensor, feat_size: tuple[int, int], rows: Tensor | None = None) -> Tensor:
         """Approximate weights ``(B, h, N, N)``, or the chosen ``rows`` of them; they may be negative."""
-        q, k, _ = at_least_float32(self.qkv(x)).chunk(3, dim=-1)
+        q, k, _ = self.project(x)
         with autocast_off(x):
             q, q_landmarks = self.with_landmarks(q * self.scale, feat_size)
             k, k_landmarks = self.with_landmarks(k, feat_size)

@@ -6,7 +6,7 @@ import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from soft_models.attention.tokens import at_least_float32, autocast_off, head_width, merge_heads, split_heads
+from soft_models.attention.tokens import autocast_off, head_width, island_dtype, merge_heads, split_heads
 from soft_models.linear import Linear
 
 __all__ = ["PerformerAttention", "orthogonal_directions", "performer_attention", "positive_features"]
@@ -63,7 +63,7 @@ class PerformerAttention(nn.Module):
     """Performer attention, FAVOR+ (Choromanski et al. 2021, arXiv:2009.14794).
 
     The directions are drawn once and are part of the checkpoint. Features and sums are computed in float32 whatever
-    autocast says.
+    autocast says; in scripts, traces and float64 as by :class:`SoftAttention`.
 
     Args:
         dim: Token width C.
@@ -108,16 +108,22 @@ class PerformerAttention(nn.Module):
     def reset_parameters(self) -> None:
         """Draw the directions anew."""
         if not self.directions.is_meta:
-            self.directions.copy_(orthogonal_directions(*self.directions.shape, device=self.directions.device))
+            dd: dict[str, Any] = {"device": self.directions.device, "dtype": torch.float32}  # QR knows no half type
+            self.directions.copy_(orthogonal_directions(*self.directions.shape, **dd))
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
-        qkv = at_least_float32(self.qkv(x))
+        qkv = self.project(x)
         if torch.jit.is_scripting():
             out = self.attend(qkv)
         else:
             with autocast_off(x):
                 out = self.attend(qkv)
         return self.proj_drop(self.proj(merge_heads(out).to(x.dtype)))
+
+    def project(self, x: Tensor) -> Tensor:
+        """Queries, keys and values side by side, ``(B, N, 3 C)``."""
+        qkv = self.qkv(x)
+        return qkv.to(island_dtype(qkv))
 
     def attend(self, qkv: Tensor) -> Tensor:
         q, k = self.features(qkv)
@@ -134,6 +140,6 @@ class PerformerAttention(nn.Module):
     def attention_matrix(self, x: Tensor, feat_size: tuple[int, int], rows: Tensor | None = None) -> Tensor:
         """Explicit weights ``(B, h, N, N)``, or the chosen ``rows`` of them; each row sums to 1."""
         with autocast_off(x):
-            q, k = self.features(at_least_float32(self.qkv(x)))
+            q, k = self.features(self.project(x))
             weights = (q if rows is None else q[:, :, rows]) @ k.transpose(-2, -1)
             return weights / weights.sum(dim=-1, keepdim=True)

@@ -18,14 +18,14 @@ from soft_models.attention.inverse import (
 )
 from soft_models.attention.pooling import check_cell, check_grid, pool_map
 from soft_models.attention.tokens import (
-    at_least_float32,
     autocast_off,
     fold_heads,
     head_width,
+    island_dtype,
     tokens_to_map,
     unfold_heads,
 )
-from soft_models.graphs import is_graph, is_traced, is_unobserved
+from soft_models.graphs import is_graph, is_unobserved
 from soft_models.linear import Linear
 
 __all__ = [
@@ -89,9 +89,9 @@ def soft_inverse_apply(
     Returns:
         ``(B * h, M, d)``.
     """
-    degree = kernel.sum(dim=-1, keepdim=True).rsqrt()
+    root = kernel.sum(dim=-1, keepdim=True).rsqrt()  # D^-1/2
     if normalize:
-        x = degree * x
+        x = root * x
     if inverse == "solve":
         x = solve_spd(add_ridge(kernel), x)
     elif normalize:
@@ -101,7 +101,7 @@ def soft_inverse_apply(
     else:
         x = newton_schulz_pinv(add_ridge(kernel), ridge_scale(kernel.detach()), iters) @ x
     if normalize:
-        x = degree * x
+        x = root * x
     return x
 
 
@@ -302,24 +302,22 @@ class SoftAttention(nn.Module):
         q, v = self.q(x), self.v(x)
         first_pixel = x.shape[1] - feat_size[0] * feat_size[1]
         landmarks = self.landmarks(q[:, first_pixel:], feat_size)
+        landmarks = landmarks.to(island_dtype(q))
         if torch.jit.is_scripting():
-            # A script cannot switch autocast off, which leaves float64 alone.
-            half = q.dtype == torch.bfloat16 or q.dtype == torch.float16
-            out = self.attend(q, v, landmarks.double() if half else landmarks)
+            out = self.attend(q, v, landmarks)
         else:
             with autocast_off(x):
                 if self.takes_pieces(q):
                     out = self.attend_in_pieces(q, v, landmarks)
                 else:
-                    out = self.attend(q, v, landmarks.double() if is_traced() else landmarks)
+                    out = self.attend(q, v, landmarks)
         if self.local is not None:
             local = self.local(v[:, first_pixel:], feat_size)
             out.add_(F.pad(local, (0, 0, first_pixel, 0)) if first_pixel else local)
         return self.proj_drop(self.proj(out))
 
     def attend(self, q: Tensor, v: Tensor, landmarks: Tensor) -> Tensor:
-        """Attention of ``(B, N, C)``, in the dtype of ``v``."""
-        landmarks = at_least_float32(landmarks)
+        """Attention of ``(B, N, C)``, in the dtype of ``v``; computed in that of the landmarks."""
         h = self.num_heads
         folded = fold_heads(q, h, landmarks.dtype), fold_heads(v, h, landmarks.dtype)
         out = soft_attention(*folded, landmarks, h, self.normalize, self.inverse, self.newton_iters, self.scale)
@@ -336,7 +334,6 @@ class SoftAttention(nn.Module):
         """The same, a few tokens at a time and written over the queries: large buffers come page by page from the
         system, and that would take longer than the arithmetic.
         """
-        landmarks = at_least_float32(landmarks)
         h, dtype, size = self.num_heads, landmarks.dtype, max(PIECE_ELEMENTS // q[:, 0].numel(), 1)
         pieces, kernels, total = q.split(size, dim=1), [], torch.zeros_like(landmarks)
         for piece, values in zip(pieces, v.split(size, dim=1), strict=True):
@@ -355,7 +352,7 @@ class SoftAttention(nn.Module):
         The depthwise convolution of the values, which the output has besides, is not in them.
         """
         q, h = self.q(x), self.num_heads
-        landmarks = at_least_float32(self.landmarks(q[:, x.shape[1] - feat_size[0] * feat_size[1] :], feat_size))
+        landmarks = self.landmarks(q[:, x.shape[1] - feat_size[0] * feat_size[1] :], feat_size).to(island_dtype(q))
         with autocast_off(x):
             to_landmarks = gaussian_kernel(landmarks, fold_heads(q, h, landmarks.dtype), self.scale)
             kernel = gaussian_kernel(landmarks, landmarks)

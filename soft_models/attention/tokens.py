@@ -5,11 +5,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from soft_models.graphs import is_traced
+
 __all__ = [
-    "at_least_float32",
     "autocast_off",
     "fold_heads",
     "head_width",
+    "island_dtype",
     "merge_heads",
     "split_heads",
     "tokens_to_map",
@@ -60,9 +62,17 @@ def tokens_to_map(x: Tensor, feat_size: tuple[int, int]) -> Tensor:
     return x.reshape(B, feat_size[0], feat_size[1], C).permute(0, 3, 1, 2)
 
 
-def at_least_float32(x: Tensor) -> Tensor:
-    """Float32 for the half types, unchanged otherwise: for sums and kernels that half precision cannot hold."""
-    return x if x.dtype == torch.float32 or x.dtype == torch.float64 else x.float()
+def island_dtype(x: Tensor) -> torch.dtype:
+    """Type of sums and kernels that half precision cannot hold: float32, of float64 input float64.
+
+    A script or trace cannot switch autocast off, which leaves float64 alone: that of half types in a script, and of all
+    in a trace, which may run under autocast later.
+    """
+    if torch.jit.is_scripting():
+        wide = x.dtype != torch.float32
+    else:
+        wide = x.dtype == torch.float64 or is_traced()
+    return torch.float64 if wide else torch.float32
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager:

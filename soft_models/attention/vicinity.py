@@ -74,8 +74,8 @@ class VicinityAttention(nn.Module):
 
     Queries, keys and values have ``dim / feature_reduction`` channels; the output projection goes back to ``dim``. A
     squeeze-and-excitation gate, computed from the mean of the input tokens, adds a gated copy of the output to it.
-    Cost O(N C d) for heads of (reduced) width d. Key sums and normaliser are in float32 (float64 for float64 input)
-    whatever autocast says.
+    Cost O(N C d) for heads of (reduced) width d. Key sums and normaliser are in float32 whatever autocast says; in
+    scripts, traces and float64 as by :class:`SoftAttention`.
 
     Args:
         dim: Token width C.
