@@ -4,7 +4,8 @@
     python -m soft_models.export vvt_tiny --format torch --output vvt_tiny.pt2
 
 ``onnx`` is for onnxruntime and the like, ``torch`` for ``torch.export.load``. The file takes any batch and, unless
---fixed-size is given, images of any size that the model takes. It is read back and compared with the model at batches
+--fixed-size is given, images of any size that the model takes; a program of torch needs more than one pixel in each
+map, which is more than 32 in the image. It is read back and compared with the model at batches
 of 1, 2 and 5, and at two sizes if it takes any, before it takes its name. Along with the model it holds a JSON text
 with the model's name, its preprocessing and its classes: in ONNX the metadata "soft_models", in a program the extra
 file "soft_models.json".
@@ -91,13 +92,14 @@ def export(cfg: ExportConfig) -> int:
             # Not with the size of the position tables, which at that size are not resized in the graph.
             *_, shape = sample_sizes(size, not cfg.fixed_size)
             write(model, torch.zeros(2, *shape), not cfg.fixed_size, json.dumps(described), temporary)
+            deviation = largest_deviation(model, read(cfg.format, temporary), size, not cfg.fixed_size)
         except Exception as error:  # exporters raise what they like
-            advice = "" if cfg.fixed_size else "; try --fixed-size"
+            advice = "" if cfg.fixed_size else "; try --fixed-size or a larger --img-size"
             raise RunStopped(f"the model cannot be exported{advice} ({root_cause(error)})") from error
-        deviation = largest_deviation(model, read(cfg.format, temporary), size, not cfg.fixed_size)
         if not deviation <= TOLERANCE:
             raise RunStopped(f"the exported model deviates by {deviation:.1e} from the model; nothing is written")
-    sizes = "this size only" if cfg.fixed_size else "any size"
+    above = " of more than one pixel in each map" if cfg.format == "torch" else ""
+    sizes = "this size only" if cfg.fixed_size else f"any size{above}"
     _logger.info(
         "wrote %s: any batch, %s; read back at batches %s, largest deviation %.1e",
         path, sizes, ", ".join(map(str, BATCHES)), deviation,

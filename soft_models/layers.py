@@ -71,7 +71,7 @@ def add_pos_embed(x: Tensor, pos_embed: Tensor, feat_size: tuple[int, int]) -> T
     return x + pos_embed.flatten(1, 2)
 
 
-GROUP_ELEMENTS = 2**22  # of the widest activations of all images at work, beyond which they leave a CPU's cache
+GROUP_ELEMENTS = 2**23  # of the widest activations of all images at work, beyond which they leave a CPU's cache
 
 
 def in_groups(module: nn.Module, compute: Callable[..., Tensor], growth: float, x: Tensor, *args: Any) -> Tensor:
@@ -173,7 +173,7 @@ class Mlp(timm.layers.Mlp):
         self.fc1.__class__ = self.fc2.__class__ = Linear  # timm takes no class of them
 
 
-HIDDEN_ELEMENTS = 2**20  # of an MLP's hidden activations, which a CPU's cache holds with room for their neighbours
+HIDDEN_ELEMENTS = 2**21  # of an MLP's hidden activations, which a CPU's cache holds with room for their neighbours
 
 
 class Block(nn.Module):

@@ -10,7 +10,8 @@ SIZES = ("tiny", "small", "base", "medium", "large", "huge")
 
 
 def is_ours(name: str) -> bool:
-    """Whether the entry point of a registered ``name`` is defined in this package."""
+    """Whether the entry point of a registered ``name``, perhaps with a tag behind a dot, is defined in this package."""
+    name = name.split(".")[0]
     return timm.is_model(name) and timm.model_entrypoint(name).__module__.startswith("soft_models.")
 
 

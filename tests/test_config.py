@@ -119,6 +119,8 @@ def test_values_take_the_type_of_their_field(tmp_path: Path) -> None:
         (3, 64, 96),
     )
     assert parse("--color-jitter", "none").color_jitter is None
+    cfg = load_config(write(tmp_path, "experiment: ~\npretrained_path:\ndevice_modules: null\n"))
+    assert (cfg.experiment, cfg.pretrained_path, cfg.device_modules) == ("", "", ())
 
 
 @pytest.mark.parametrize(

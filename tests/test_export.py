@@ -34,7 +34,8 @@ def test_torch_program_equals_the_model(name: str, tmp_path: Path, capsys: pytes
     model, options = saved(name, tmp_path)
     path = tmp_path / "model.pt2"
     assert main([*options, "--format", "torch", "--output", str(path)]) == 0
-    assert f"wrote {path}: any batch, any size; read back at batches 1, 2, 5" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"wrote {path}: any batch, any size of more than one pixel in each map; read back at batches 1, 2, 5" in said
     images, texts = torch.randn(3, 3, 64, 160), {"soft_models.json": ""}
     found = torch.export.load(path, extra_files=texts).module()(images)
     torch.testing.assert_close(found, model(images), rtol=1e-4, atol=1e-5)
@@ -84,6 +85,16 @@ def test_deviating_file_is_not_left_behind(
     assert "the exported model deviates by" in capsys.readouterr().err
     assert path.read_bytes() == b"earlier"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.pt2", "model.pth"]
+
+
+def test_size_that_a_program_cannot_take_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["--format", "torch", "soft_tiny", "--img-size", "32", *SMALL]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "the model cannot be exported; try --fixed-size or a larger --img-size (AssertionError: Guard" in last
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

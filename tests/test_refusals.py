@@ -54,6 +54,7 @@ REFUSALS = {
 AFTER_MODEL = {
     "policy": (["--aa", "rand-m9-mst0.5"], "cannot augment by --aa rand-m9-mst0.5: Unknown RandAugment config section"),
     "betas": (["--opt-betas", "0.9"], "cannot create optimizer adamw with --opt-betas [0.9]: "),
+    "second order": (["--opt", "adahessian"], "--opt adahessian needs second derivatives"),
     "checkpointing": (["--grad-checkpointing", "--model", "dla34"], "dla34 takes no --grad-checkpointing: "),
     "backend": (["--torchcompile", "indctor"], "cannot compile by --torchcompile indctor: Invalid backend"),
     "mode": (["--torchcompile", "--torchcompile-mode", "fast"], "cannot compile by --torchcompile inductor: "),

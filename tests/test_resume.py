@@ -88,6 +88,24 @@ def test_signal_saves_and_resumes_exactly(
     assert_same_run(straight, tmp_path / "run")
 
 
+def test_advice_at_a_stop_names_the_experiment(
+    train: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        stop_at(patch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert train("--epochs", "2", experiment="pets/first") == 128 + signal.SIGTERM
+    assert "the same command with --experiment pets/first --resume auto goes on" in capsys.readouterr().err
+
+
+def test_image_mode_is_that_of_the_checkpoint(train: Callable[..., int], tmp_path: Path) -> None:
+    assert train("--epochs", "1", "--input-img-mode", "HSV") == 0
+    first = tmp_path / "run" / "last.pth.tar"
+    assert train("--epochs", "1", "--initial-checkpoint", str(first), experiment="again") == 0
+    assert train("--epochs", "2", "--resume", "auto") == 0
+    for name in ("run", "again"):
+        assert load(tmp_path / name / "last.pth.tar")["soft_models"]["input_img_mode"] == "HSV"
+
+
 def test_sigkill_resumes_exactly(straight: Path, tmp_path: Path, command: list[str]) -> None:
     """Three times at random moments, with loader processes."""
     draws = random.Random(1)

@@ -47,7 +47,7 @@ def constructor_arguments(checkpoint: Mapping[str, Any], name: str) -> dict[str,
     position tables are made for: resized to another grid and back they would change.
     """
     arguments: dict[str, Any] = {}
-    if is_ours(name.split(".")[0]):
+    if is_ours(name):
         table = native_weights(find_weights(checkpoint)[1]).get("stages.0.pos_embed")
         if table is not None and table.ndim == 4:
             arguments["img_size"] = tuple(STRIDE * side for side in table.shape[1:3])

@@ -110,7 +110,7 @@ def source_name(cfg: Mapping[str, Any]) -> str:
     for place in (file, cfg.get("hf_hub_id"), cfg.get("url")):
         for part in reversed(Path(place or "").parts):
             candidates.extend(NAME.findall(re.sub(r"(\.(pth|tar|pt|bin|safetensors))+$", "", part)))
-    names = (name for name in candidates if is_model(name.split(".")[0]) and not is_ours(name.split(".")[0]))
+    names = (name for name in candidates if is_model(name.split(".")[0]) and not is_ours(name))
     return next(names, "")
 
 

@@ -42,7 +42,7 @@ def cast(value: Any, hint: Any, name: str) -> Any:
             raise UsageError(f"{name} must be one of {choices}, got {value!r}{suggestion(text, map(str, args))}")
         return value
     if origin is tuple:
-        items = value if isinstance(value, list | tuple) else [value]
+        items = value if isinstance(value, list | tuple) else [] if value is None else [value]
         if Ellipsis not in args and len(items) != len(args):
             raise UsageError(f"{name} takes {len(args)} values, got {len(items)}")
         return tuple(cast(item, args[0], name) for item in items)
@@ -61,7 +61,7 @@ def _cast_scalar(value: Any, kind: type, name: str) -> Any:
     if kind is str:
         if isinstance(value, list | dict):
             raise wrong
-        return str(value)
+        return "" if value is None else str(value)  # an empty value in YAML
     if isinstance(value, bool) or value is None:
         raise wrong
     try:

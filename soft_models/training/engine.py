@@ -58,7 +58,7 @@ class EvalResult:
 
 @dataclass
 class TrainSetup:
-    """What the training loop reads and does not change."""
+    """What the training loop works with: data and options."""
 
     loader: DataLoader[Any]
     transform: BatchTransform

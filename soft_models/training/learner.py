@@ -128,7 +128,7 @@ def build_learner(cfg: TrainConfig, model: nn.Module, mixes: bool, runtime: Runt
     """Put a model into training on this process's device; ``wrap`` it after its state is loaded.
 
     Raises:
-        UsageError: The optimizer or schedule does not take its options.
+        UsageError: The optimizer or schedule does not take its options, or needs second derivatives.
     """
     model.to(runtime.device)
     if cfg.channels_last:
@@ -140,6 +140,8 @@ def build_learner(cfg: TrainConfig, model: nn.Module, mixes: bool, runtime: Runt
     except (TypeError, ValueError, AssertionError, IndexError) as error:
         betas = f" with --opt-betas {list(cfg.opt_betas)}" if cfg.opt_betas else ""
         raise UsageError(f"cannot create optimizer {cfg.opt}{betas}: {error}") from error
+    if getattr(optimizer, "is_second_order", False):
+        raise UsageError(f"--opt {cfg.opt} needs second derivatives, which this training does not compute; use adamw")
     scheduler, num_epochs = _build_scheduler(cfg, optimizer, updates_per_epoch)
     fp16 = cfg.amp and cfg.amp_dtype == "float16"
     return Learner(

@@ -71,7 +71,7 @@ def create_model(name: str, arguments: Mapping[str, Any], **more: Any) -> Any:
     Raises:
         UsageError: The model does not take the arguments, or has no published weights.
     """
-    if more.get("pretrained") and is_ours(name.split(".")[0]) and "pretrained_cfg_overlay" not in more:
+    if more.get("pretrained") and is_ours(name) and "pretrained_cfg_overlay" not in more:
         raise UsageError(
             f"no weights come with {name}: give a file, by --pretrained-path to train, else by --checkpoint"
         )
@@ -138,7 +138,7 @@ def _adapt_weights(cfg: TrainConfig, arguments: Mapping[str, Any], rates: Mappin
     classes, the new model's own, and loads strictly. Preprocessing that our training stored in the file comes along.
     """
     path = cfg.pretrained_path
-    if is_ours(cfg.model.split(".")[0]):
+    if is_ours(cfg.model):
         overlay: dict[str, Any] = {"file": path}  # ours see to architecture, head and completeness themselves
     else:
         checkpoint = read_checkpoint(path)

@@ -87,7 +87,7 @@ def check_resume(checkpoint: Checkpoint, cfg: TrainConfig, classes: tuple[str, .
 
 
 # Options that are taken from the checkpoint where they are not given.
-INHERITED = ("img_size", "input_size", "in_chans", "gp", "model_kwargs", *PREPROCESSING)
+INHERITED = ("img_size", "input_size", "in_chans", "gp", "model_kwargs", "input_img_mode", *PREPROCESSING)
 
 
 def log_changes(checkpoint: Checkpoint, cfg: TrainConfig) -> None:

@@ -17,7 +17,7 @@ from soft_models.errors import RunStopped
 
 from .augment import BatchTransform, build_train_transform
 from .config import plain_dict, plain_values
-from .data import ImageReport, ImageSamples, build_loader, eval_transform, image_mode, train_transform
+from .data import ImageReport, ImageSamples, build_loader, eval_transform, train_transform
 from .engine import EvalResult, Position, TrainSetup, evaluate, train_one_epoch
 from .learner import Learner, build_learner, wrap
 from .plan import Plan
@@ -32,11 +32,12 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model to train: with the arguments that build it again, and the preprocessing of its images."""
+    """A model to train: with the arguments that build it again, and the preprocessing and PIL mode of its images."""
 
     model: nn.Module
     arguments: dict[str, Any]
     data_config: dict[str, Any]
+    image_mode: str
 
 
 @dataclass
@@ -61,7 +62,7 @@ class Run:
 def build_run(plan: Plan, prepared: Prepared, folder: Path, stop: StopRequest) -> Run:
     """Loaders, learner and saver, at the position to start from."""
     cfg, runtime, model, data_config = plan.cfg, plan.runtime, prepared.model, prepared.data_config
-    device, mode = runtime.device, image_mode(data_config["input_size"][0], cfg.input_img_mode)
+    device, mode = runtime.device, prepared.image_mode
     samples = ImageSamples(plan.train.source, train_transform(cfg, data_config), mode)
     batches = TrainBatches(
         len(samples), cfg.batch_size, cfg.seed, runtime.rank, runtime.world_size, repeats=cfg.aug_repeats
@@ -153,7 +154,7 @@ def stop_run(run: Run) -> int:
     path = save_recovery(run)
     _logger.warning(
         "stopped in epoch %d; the same command with --experiment %s --resume auto goes on from %s",
-        run.position.epoch, run.folder.name, path,
+        run.position.epoch, run.plan.cfg.experiment or run.folder.name, path,
     )  # fmt: skip
     return 128 + (run.stop.number or int(signal.SIGTERM))
 

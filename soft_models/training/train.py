@@ -26,6 +26,7 @@ from soft_models.commands.files import RunLock, make_folder, write_atomic
 from soft_models.commands.script import run_script
 
 from .config import TrainConfig, to_yaml
+from .data import image_mode
 from .learner import ema_note, few_note
 from .models import build_train_model, check_input, input_config, starting_arguments
 from .plan import Plan, make_plan
@@ -81,12 +82,14 @@ def prepare_model(plan: Plan) -> Prepared:
     arguments = starting_arguments(cfg, source)
     seed_all(derive_seed(cfg.seed, "model"))
     model = build_train_model(cfg, arguments)
-    data_config = input_config(cfg, model, stored_extras(source or {}).get("data_config"))
+    stored = stored_extras(source or {})
+    data_config = input_config(cfg, model, stored.get("data_config"))
+    mode = image_mode(data_config["input_size"][0], cfg.input_img_mode or stored.get("input_img_mode"))
     check_input(model, data_config["input_size"])
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     _logger.info("%s: %.2fM parameters, on %s", cfg.model, millions, plan.runtime.device)
-    _logger.info("images: %s", ", ".join(f"{name} {value}" for name, value in data_config.items()))
-    return Prepared(model, arguments, data_config)
+    _logger.info("images: mode %s, %s", mode, ", ".join(f"{name} {value}" for name, value in data_config.items()))
+    return Prepared(model, arguments, data_config, mode)
 
 
 def run_folder(cfg: TrainConfig, data_config: Mapping[str, Any]) -> Path:
