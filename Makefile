@@ -84,13 +84,13 @@ check: lint type test ## what to run before a commit
 table: $(VENV)/.installed-test ## rewrite docs/models.md from the registry
 	$(PY) -m soft_models --update docs/models.md
 
-compare: $(VENV)/.installed-plots ## every attention in one body: speed and memory (8 minutes; run nothing else)
+compare: $(VENV)/.installed-plots ## every attention in one body: speed and memory (5 minutes; run nothing else)
 	$(PY) -m benchmarks.attention
 
 compare-accuracy: $(VENV)/.installed-plots $(VENV)/.installed-demo ## the same on the digits, three seeds each (75 minutes)
 	$(PY) -m benchmarks.attention --accuracy
 
-bench: $(VENV)/.installed-test ## speed and memory against timm's models (20 minutes; run nothing else)
+bench: $(VENV)/.installed-test ## speed and memory against timm's models (15 minutes; run nothing else)
 	$(PY) -m benchmarks.speed
 
 clean: ## remove caches and build leftovers; data, runs and the environment stay

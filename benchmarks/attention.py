@@ -1,6 +1,6 @@
 """One body, every attention: the comparison of the SOFT paper (arXiv:2110.11945), with timm's models beside it.
 
-    python -m benchmarks.attention                  speed and memory: about 8 minutes on 2 CPU cores
+    python -m benchmarks.attention                  speed and memory: about 5 minutes on 2 CPU cores
     python -m benchmarks.attention --quick          a look at every part: below 2 minutes
     python -m benchmarks.attention --accuracy       digits, 3 seeds for each attention: about 75 minutes
 

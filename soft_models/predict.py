@@ -8,6 +8,7 @@ Model, classes and preprocessing come from the checkpoint unless options say oth
 could not be read; the others are predicted all the same.
 """
 
+import io
 import logging
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from timm.utils import natural_key
 from torch import Tensor, nn
 
 from soft_models.commands.cli import parse_config
-from soft_models.commands.files import make_folder, write_results
+from soft_models.commands.files import NAMES, make_folder, write_results
 from soft_models.commands.script import run_script
 from soft_models.errors import UsageError, some_of
 from soft_models.training.augment import BatchTransform
@@ -58,6 +59,8 @@ def run(cfg: PredictConfig) -> int:
     """Predict as configured: print every image's classes, and write them to a file where asked for."""
     if cfg.results_file:
         make_folder(Path(cfg.results_file).parent)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors=NAMES)
     with running(cfg) as runtime:
         results = []
         for result in predict(cfg, runtime):

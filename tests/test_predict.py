@@ -2,7 +2,10 @@
 
 import csv
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from runs import ROOT
 from tiny_data import BROKEN, CLASSES, write_image, write_odd_images
 
 from soft_models.predict import PredictConfig, class_names
@@ -92,6 +96,22 @@ def test_odd_images_are_predicted_or_named(predict: Callable[..., Any], data: Pa
     assert "unreadable images of those asked for, skipped: 5: " in printed.err
     assert "1 images of those asked for are shown by viewers in another orientation" in printed.err
     assert "turned.jpg" in printed.err
+
+
+def test_names_that_are_no_utf8_go_out_as_they_came_in(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    name = os.fsencode(tmp_path) + b"/caf\xe9.png"
+    try:
+        with open(name, "wb") as file:  # noqa: PTH123 - a Path is text
+            file.write((data / "val" / "a" / "0.png").read_bytes())
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    command = [sys.executable, "-m", "soft_models.predict", name, "--checkpoint", str(checkpoint), "--device", "cpu"]
+    command += ["--results-file", str(tmp_path / "result.csv")]
+    env = {**os.environ, "PYTHONIOENCODING": "utf-8:strict", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(name + b":\n")
+    assert name in (tmp_path / "result.csv").read_bytes()
 
 
 def test_folders_are_read_as_in_training(predict: Callable[..., Any], data: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ import torch
 from runs import BASE, ROOT, STATEFUL, assert_same, assert_same_run, load, rows, stop_at
 
 from soft_models.commands import files
+from soft_models.errors import UsageError
 from soft_models.training import run
 from soft_models.training.config import TrainConfig
 from soft_models.training.engine import EvalResult
+from soft_models.training.learner import build_learner
 from soft_models.training.resume import find_resume
+from soft_models.training.runtime import Runtime
 from soft_models.training.train import main as train_main
 
 
@@ -86,6 +90,26 @@ def test_signal_saves_and_resumes_exactly(
     assert (tmp_path / "run" / "recovery-1-2.pth.tar").exists()
     assert train(*STATEFUL, "--resume", "auto") == 0
     assert_same_run(straight, tmp_path / "run")
+
+
+def test_plateau_with_noise_resumes_exactly(
+    train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = "--sched plateau --lr-noise 0.2 0.6 --lr 0.01 --epochs 6".split()
+    assert train(*options, experiment="straight") == 0
+    with monkeypatch.context() as patch:
+        stop_at(patch, 15, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert train(*options) == 128 + signal.SIGTERM
+    assert train(*options, "--resume", "auto") == 0
+    assert_same_run(tmp_path / "straight", tmp_path / "run")
+    rates = {row["lr"] for row in rows(tmp_path / "run")}
+    assert len(rates) > 2, "noise"
+
+
+def test_processes_without_gpus_share_no_statistics() -> None:
+    cfg = replace(TrainConfig(), sync_bn=True)
+    with pytest.raises(UsageError, match="--sync-bn needs GPUs, the processes are on cpu; leave it out"):
+        build_learner(cfg, torch.nn.Linear(2, 2), False, Runtime(torch.device("cpu"), 0, 2), 1)
 
 
 def test_advice_at_a_stop_names_the_experiment(

@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -23,12 +24,12 @@ from soft_models.checkpoints.convert import (
     native_weights,
     strip_prefixes,
 )
-from soft_models.checkpoints.extras import pretrained_settings
+from soft_models.checkpoints.extras import constructor_arguments, pretrained_settings
 from soft_models.checkpoints.files import find_weights, naming, read_checkpoint
 from soft_models.commands.files import make_folder, replacing
 from soft_models.commands.script import run_script, setup_logging
 from soft_models.errors import CheckpointError, some_of, suggestion
-from soft_models.registry import registered_names
+from soft_models.registry import is_ours, registered_names
 
 _logger = logging.getLogger("soft_models.checkpoints")
 
@@ -66,7 +67,9 @@ def convert(args: argparse.Namespace) -> int:
         _logger.info("weights: %s", f"under {key!r}" if key else "the file itself")
         weights = native_weights(found)
     names = [args.model] if args.model else matching_names(weights)
-    names = [name for name in names if name == content.get("arch")] or names
+    stored = str(content.get("arch"))
+    if stored in names or (not names and is_ours(stored)):
+        names = [stored]
     if not names:
         raise CheckpointError(
             f"{args.source} fits no model of ours (it has {some_of(weights)}): give --model to see what does not "
@@ -74,7 +77,7 @@ def convert(args: argparse.Namespace) -> int:
         )
     check_name(names[0])
     with naming(args.source):
-        check_weights(names[0], weights)
+        check_weights(names[0], weights, constructor_arguments(content, names[0]))
     used = len(strip_prefixes(found))
     _logger.info("matched: %d of %d tensors, as %d of %s", used, len(found), len(weights), " or ".join(names))
     _logger.info("dropped: %s", f"{len(found) - used} tensors" if used < len(found) else "nothing")
@@ -94,9 +97,9 @@ def check_name(name: str) -> None:
         raise CheckpointError(f"unknown model {name!r}{hint}")
 
 
-def check_weights(name: str, weights: dict[str, Tensor]) -> None:
+def check_weights(name: str, weights: dict[str, Tensor], arguments: dict[str, Any]) -> None:
     """Refuse weights that do not fill the model ``name``, whatever their classes, channels and image size."""
-    model = timm.create_model(name, device="meta")
+    model = timm.create_model(name, **arguments, device="meta")
     tables = {key for key in weights if key.endswith("pos_embed")}
     check_fit(weights, model, reshaped=free_names(model) | tables, absent=head_names(model))
 

@@ -92,6 +92,9 @@ def publish(source: Path, target: Path) -> None:
             write_atomic(target, lambda file: shutil.copyfileobj(content, file))
 
 
+NAMES = "surrogateescape"  # file names that are no UTF-8 go out as they came in
+
+
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write rows with the columns that any of them has, in order of appearance.
 
@@ -103,7 +106,7 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     table = csv.DictWriter(text, columns, lineterminator="\n")
     table.writeheader()
     table.writerows(rows)
-    write_atomic(path, lambda file: file.write(text.getvalue().encode()))
+    write_atomic(path, lambda file: file.write(text.getvalue().encode(errors=NAMES)))
 
 
 def make_folder(path: Path) -> None:

@@ -96,8 +96,10 @@ class Learner:
 
     def scheduler_state(self) -> dict[str, Any]:
         """What a schedule that follows the metric has to remember; others are functions of the position."""
-        inner = getattr(self.scheduler, "lr_scheduler", None)
-        return {} if inner is None else dict(inner.state_dict())
+        scheduler: Any = self.scheduler
+        if not hasattr(scheduler, "lr_scheduler"):
+            return {}
+        return {**scheduler.lr_scheduler.state_dict(), "restore_lr": scheduler.restore_lr}  # the rates before noise
 
     def load_optimizer(self, state: Mapping[str, Any], path: str) -> None:
         """Restore the optimizer, but keep the options of this run.
@@ -119,21 +121,24 @@ class Learner:
 
     def load_scheduler(self, state: Mapping[str, Any]) -> None:
         """Restore a schedule that follows the metric."""
-        inner = getattr(self.scheduler, "lr_scheduler", None)
-        if inner is not None and state:
-            inner.load_state_dict(dict(state))
+        scheduler: Any = self.scheduler
+        if hasattr(scheduler, "lr_scheduler") and state:
+            scheduler.restore_lr = state.get("restore_lr")
+            scheduler.lr_scheduler.load_state_dict({key: value for key, value in state.items() if key != "restore_lr"})
 
 
 def build_learner(cfg: TrainConfig, model: nn.Module, mixes: bool, runtime: Runtime, updates_per_epoch: int) -> Learner:
     """Put a model into training on this process's device; ``wrap`` it after its state is loaded.
 
     Raises:
-        UsageError: The optimizer or schedule does not take its options, or needs second derivatives.
+        UsageError: The optimizer or schedule does not take its options, or the machine does not do what is asked for.
     """
     model.to(runtime.device)
     if cfg.channels_last:
         model.to(memory_format=torch.channels_last)
     if cfg.sync_bn and runtime.world_size > 1:
+        if runtime.device.type != "cuda":
+            raise UsageError(f"--sync-bn needs GPUs, the processes are on {runtime.device.type}; leave it out")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     try:
         optimizer = create_optimizer_v2(model, **optimizer_kwargs(cfg=cfg), **cfg.opt_kwargs)
