@@ -45,11 +45,12 @@ def layer(name: str, side: int, backward: bool) -> Step:
     attn = create_attention(name.partition(",")[0], WIDTH, num_heads=HEADS, device=device).eval()
     apply = partial(explicit_softmax, attn) if name == EXPLICIT else attn
 
-    def run(x: torch.Tensor, side: int) -> None:
+    def run(x: torch.Tensor, side: int) -> torch.Tensor | None:
         with torch.inference_mode(not backward):
             out = apply(x, (side, side))
             if backward:
                 out.sum().backward()
+        return x.grad
 
     small, large = (torch.randn(1, n * n, WIDTH, device=device, requires_grad=backward) for n in (WARM, side))
     run(small, WARM)

@@ -103,9 +103,9 @@ class SampleProgress(Progress):
         return f"{step}/{self.total} samples, {time.perf_counter() - self.start:.0f} s"
 
 
-def run_blocks(blocks: Sequence[Block], samples: Samples, title: str, enabled: bool = True) -> None:
+def run_blocks(blocks: Sequence[Block], samples: Samples, title: str) -> None:
     """Run the blocks in order, with a progress bar."""
-    progress = SampleProgress(title, sum(len(block.makes) * block.rounds for block in blocks), 50, enabled)
+    progress = SampleProgress(title, sum(len(block.makes) * block.rounds for block in blocks), 50, enabled=True)
     before = 0
     for block in blocks:
         for _ in block.run(samples):

@@ -11,12 +11,25 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.measure import KINDS, Step, build, default_device, heading, in_turns, peak_memory, quartiles, show_table
+from benchmarks.measure import (
+    KINDS,
+    Step,
+    build,
+    count,
+    default_device,
+    heading,
+    in_turns,
+    peak_memory,
+    quartiles,
+    show_table,
+    table_file,
+)
+from soft_models.errors import UsageError
+from soft_models.training.models import check_model_name
 
 MODELS = (
     "soft_tiny",
@@ -65,14 +78,23 @@ def parse_work(text: str) -> tuple[int, int]:
     return int(size), int(batch)
 
 
+def model_name(text: str) -> str:
+    """A name that timm knows, for argparse."""
+    try:
+        check_model_name(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--work", nargs="+", type=parse_work, default=list(map(parse_work, WORK)), help="side x batch")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), help="timm's names and ours")
+    parser.add_argument("--models", nargs="+", type=model_name, default=list(MODELS), help="timm's names and ours")
     parser.add_argument("--compiled", nargs="*", default=list(COMPILED), help="those of them to compile as well")
-    parser.add_argument("--rounds", type=int, default=10, help="turns that each model takes")
-    parser.add_argument("--output", type=Path, help="file for the table, in Markdown")
+    parser.add_argument("--rounds", type=count, default=10, help="turns that each model takes")
+    parser.add_argument("--output", type=table_file, help="file for the table, in Markdown")
     args = parser.parse_args(argv)
     head = [
         f"`python -m benchmarks.gpu`, {heading(torch.get_num_threads(), 'bfloat16 autocast, channels-last')}", "",

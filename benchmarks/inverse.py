@@ -10,12 +10,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.measure import heading, in_turns, quartiles, show_table
+from benchmarks.measure import count, heading, in_turns, quartiles, show_table, table_file
 from soft_models.attention.soft import add_ridge, gaussian_kernel, soft_inverse_apply
 
 IMAGES, HEADS, LANDMARKS, WIDTH = 8, 10, 49, 32
@@ -49,8 +48,8 @@ def measure(spread: float) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.inverse", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--threads", type=int, default=2, help="torch threads")
-    parser.add_argument("--output", type=Path, help="file for the table, in Markdown")
+    parser.add_argument("--threads", type=count, default=2, help="torch threads")
+    parser.add_argument("--output", type=table_file, help="file for the table, in Markdown")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)

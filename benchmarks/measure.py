@@ -1,5 +1,6 @@
 """What the benchmarks share: models and steps to time, clocks, peak memory in a fresh process, tables."""
 
+import argparse
 import ctypes
 import logging
 import multiprocessing
@@ -220,6 +221,21 @@ def heading(threads: int, what: str) -> str:
 
 def versions() -> str:
     return f"torch {torch.__version__}, timm {timm.__version__}, soft_models {soft_models.__version__}"
+
+
+def table_file(text: str) -> Path:
+    """A file to write to, for argparse: told before anything is measured."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder: name a file")
+    return path
+
+
+def count(text: str) -> int:
+    """A number of at least 1, for argparse."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text!r}")
+    return int(text)
 
 
 def show_table(head: Sequence[str], rows: Iterable[str], output: Path | None) -> list[str]:

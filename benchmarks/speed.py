@@ -34,6 +34,7 @@ from benchmarks.measure import (
     OwnProcess,
     Step,
     build,
+    count,
     default_device,
     heading,
     images,
@@ -43,6 +44,7 @@ from benchmarks.measure import (
     peak_memory,
     quartiles,
     show_table,
+    table_file,
     training,
 )
 from benchmarks.plain_soft import make_plain
@@ -318,12 +320,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 if a row misses its bound."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", default="", help="regular expression: only rows whose name matches")
-    parser.add_argument("--rounds", type=int, default=7, help="turns that ours and the peer take")
-    parser.add_argument("--threads", type=int, default=2, help="torch threads")
-    parser.add_argument("--output", type=Path, help="file for the table, in Markdown")
+    parser.add_argument("--rounds", type=count, default=7, help="turns that ours and the peer take")
+    parser.add_argument("--threads", type=count, default=2, help="torch threads")
+    parser.add_argument("--output", type=table_file, help="file for the table, in Markdown")
     args = parser.parse_args(argv)
-    if args.output and args.output.is_dir():
-        parser.error(f"--output {args.output} is a folder: name a file")
     try:
         chosen = [number for number, row in enumerate(ROWS) if re.search(args.rows, row.work)]
     except re.error as error:

@@ -78,7 +78,7 @@ def export(cfg: ExportConfig) -> int:
     suffix = ".onnx" if cfg.format == "onnx" else ".pt2"
     path = Path(cfg.output or safe_model_name(cfg.model or "model") + suffix)
     if path.suffix != suffix:
-        raise UsageError(f"--output must end in {suffix} for --format {cfg.format}, got {cfg.output!r}")
+        raise UsageError(f"--output must end in {suffix} for --format {cfg.format} (onnx or torch), got {cfg.output!r}")
     if path.exists() and not cfg.overwrite:
         raise UsageError(f"{path} exists; give --output another name, or --overwrite")
     make_folder(path.parent)

@@ -90,8 +90,8 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def command(data: Path, tmp_path: Path) -> Iterator[list[str]]:
-    yield [sys.executable, str(ROOT / "train.py"), str(data), *BASE, "--output", str(tmp_path), "--experiment", "run"]
+def command(data: Path, tmp_path: Path) -> list[str]:
+    return [sys.executable, str(ROOT / "train.py"), str(data), *BASE, "--output", str(tmp_path), "--experiment", "run"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -16,7 +16,7 @@ from PIL import Image
 from tiny_data import write_folder
 from torch.testing import assert_close
 
-from benchmarks import accuracy, attention, cells, gpu, measure, report, speed
+from benchmarks import accuracy, attention, cells, gpu, inverse, measure, report, speed
 from benchmarks.cells import Block, Samples, run_blocks
 from benchmarks.plan import LAYERS, Plan
 from benchmarks.report import PAPER
@@ -73,7 +73,8 @@ def test_explicit_softmax_is_the_fused_one() -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_step_runs_forward_and_backward(name: str) -> None:
     for backward in (False, True):
-        attention.layer(name, 9, backward)()
+        gradient = attention.layer(name, 9, backward)()
+        assert (gradient is not None) == backward
 
 
 def fill_64_mb() -> measure.Step:
@@ -101,15 +102,15 @@ def makes_of(log: list[str], stop_after: int = 1000) -> dict[str, Callable[[], f
 def test_interrupted_run_keeps_its_samples_and_goes_on(tmp_path: Path) -> None:
     path, first, second = tmp_path / "samples.jsonl", list[str](), list[str]()
     with pytest.raises(Interrupted):
-        run_blocks([Block(makes_of(first, 4), 3, measure=True)], Samples(path, {}), "", False)
+        run_blocks([Block(makes_of(first, 4), 3, measure=True)], Samples(path, {}), "")
     assert first == ["a", "b", "c", "a"], "in turns"
     samples = Samples(path, {})
     assert [len(samples[name]) for name in "abc"] == [2, 1, 1]
     block = Block(makes_of(second), 3, measure=True)
-    run_blocks([block], samples, "", False)
+    run_blocks([block], samples, "")
     assert sorted(second) == ["a", "b", "b", "c", "c"]
     assert [len(Samples(path, {})[name]) for name in "abc"] == [3, 3, 3]
-    run_blocks([block], samples, "", False)
+    run_blocks([block], samples, "")
     assert len(second) == 5, "nothing is left to measure"
 
 
@@ -118,7 +119,7 @@ def test_slow_cell_gets_no_further_sample(tmp_path: Path, monkeypatch: pytest.Mo
     times = {"slow": 3.0, "quick": 0.1}
     block = Block({name: lambda t=t: lambda: t for name, t in times.items()}, 4, cell_seconds=5.0)  # type: ignore[misc]
     samples = Samples(tmp_path / "samples.jsonl", {})
-    run_blocks([block], samples, "", False)
+    run_blocks([block], samples, "")
     assert samples.values == {"slow": [3.0, 3.0], "quick": [0.1] * 4}
 
 
@@ -257,15 +258,24 @@ def test_table_is_written_to_a_new_folder(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == "head\nrow\n"
 
 
-def test_speed_refuses_what_it_cannot_measure_or_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for argv, message in (
-        (["--rows", "nosuchrow"], "no row matches 'nosuchrow'"),
-        (["--rows", "(cosformer"], "--rows is no regular expression: missing )"),
-        (["--rows", "inverse", "--output", str(tmp_path)], "is a folder: name a file"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            speed.main(argv)
-        assert message in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("program", "argv", "message"),
+    [
+        (speed, ["--rows", "nosuchrow"], "no row matches 'nosuchrow'"),
+        (speed, ["--rows", "(cosformer"], "--rows is no regular expression: missing )"),
+        (speed, ["--rounds", "0"], "must be a number of at least 1, got '0'"),
+        (speed, ["--output", "."], ". is a folder: name a file"),
+        (inverse, ["--output", "."], ". is a folder: name a file"),
+        (gpu, ["--output", "."], ". is a folder: name a file"),
+        (gpu, ["--models", "soft_tinny"], "unknown model 'soft_tinny'; did you mean 'soft_tiny'"),
+    ],
+)
+def test_what_cannot_be_measured_or_written_is_refused(
+    program: Any, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        program.main(argv)
+    assert message in capsys.readouterr().err
 
 
 # Accuracy.

@@ -103,7 +103,7 @@ def test_size_that_a_program_cannot_take_is_told(
         ([], "no model: name one, or give --checkpoint"),
         (["soft_tinny"], "unknown model 'soft_tinny'; did you mean 'soft_tiny'"),
         (["soft_tiny", "--format", "tflite"], "format must be one of 'onnx', 'torch'"),
-        (["soft_tiny", "--output", "x.onnx"], "--output must end in .pt2 for --format torch, got 'x.onnx'"),
+        (["soft_tiny", "--output", "x.onnx"], "must end in .pt2 for --format torch (onnx or torch), got 'x.onnx'"),
         (["soft_tiny", "--output", "/dev/null/x.pt2"], "cannot write to the folder '/dev/null' ("),
         (["soft_tiny", "--checkpoint", "none.pth"], "no checkpoint file 'none.pth'"),
         (["soft_tiny", "--img-size", "16"], "images must be at least 32 x 32"),

@@ -289,7 +289,8 @@ def test_two_runs_in_one_folder_are_refused(
         assert other.stdout.readline() == "held\n"
         assert train("--epochs", "1") == 2
         other.communicate("")
-    assert re.search("another run is writing to .*; give --experiment another name", capsys.readouterr().err)
+    error = capsys.readouterr().err
+    assert re.search("another run is writing to .*; wait for its end, or give --experiment another name", error)
 
 
 def test_full_disk_leaves_the_last_checkpoint_whole(

@@ -158,7 +158,9 @@ class RunLock:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.close()
-            raise UsageError(f"another run is writing to {self.path.parent}; {self.advice}") from None
+            raise UsageError(
+                f"another run is writing to {self.path.parent}; wait for its end, or {self.advice}"
+            ) from None
         return self
 
     def __exit__(self, *_: object) -> None:
