@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks import plots
 from benchmarks.cells import Samples
+from benchmarks.measure import count
 from examples.digits import SPLITS, DigitsError, build_digits
 from soft_models.commands.files import write_csv
 from soft_models.errors import UsageError
@@ -43,8 +44,8 @@ class Recipe:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("accuracy")
     group.add_argument("--data-dir", type=Path, default=Path("data/digits"), help="digits, built where missing")
-    group.add_argument("--epochs", type=int, default=3)
-    group.add_argument("--seeds", type=int, default=3)
+    group.add_argument("--epochs", type=count, default=3)
+    group.add_argument("--seeds", type=count, default=3)
     group.add_argument("--train-images", type=int, default=SPLITS["train"], help="per class")
     group.add_argument("--test-images", type=int, default=50, help="per class")
     group.add_argument("--sizes", type=int, nargs="+", default=[48, 64, 96, 128, 256], help="pixels at evaluation")
@@ -56,9 +57,9 @@ def recipe_of(args: argparse.Namespace) -> tuple[Recipe, Path]:
     Raises:
         UsageError: More images of a class than there are, or fewer than one.
     """
-    for split, count in (("train", args.train_images), ("test", args.test_images)):
-        if not 1 <= count <= SPLITS[split]:
-            raise UsageError(f"--{split}-images must lie in 1 to {SPLITS[split]}, got {count}")
+    for split, images in (("train", args.train_images), ("test", args.test_images)):
+        if not 1 <= images <= SPLITS[split]:
+            raise UsageError(f"--{split}-images must lie in 1 to {SPLITS[split]}, got {images}")
     sizes = tuple(sorted({*args.sizes, TRAIN_SIZE}))
     return Recipe(args.epochs, args.seeds, args.train_images, args.test_images, sizes), args.data_dir
 
@@ -108,10 +109,10 @@ def cell(name: str, seed: int, size: int) -> str:
 def select_images(digits: Path, folder: Path, recipe: Recipe) -> Path:
     """A folder with links to the first images of every class, ``train`` and ``test``."""
     folder = folder / f"{recipe.train_images}-{recipe.test_images}"
-    for split, count in (("train", recipe.train_images), ("test", recipe.test_images)):
+    for split, images in (("train", recipe.train_images), ("test", recipe.test_images)):
         for label in sorted((digits / split).iterdir()):
             (folder / split / label.name).mkdir(parents=True, exist_ok=True)
-            for file in sorted(label.glob("*.png"))[:count]:
+            for file in sorted(label.glob("*.png"))[:images]:
                 link = folder / split / label.name / file.name
                 if not link.exists():
                     link.symlink_to(file.resolve())

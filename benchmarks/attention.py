@@ -24,7 +24,7 @@ import torch
 
 from benchmarks import accuracy, plots
 from benchmarks.cells import Block, Samples, run_blocks
-from benchmarks.measure import Step, default_device, heading, machine, model_step, peak_memory, versions
+from benchmarks.measure import Step, count, default_device, heading, machine, model_step, peak_memory, versions
 from benchmarks.plan import EXPLICIT, HEADS, LAYERS, MODELS, PEERS, QUICK, WIDTH, Plan, memory_cell
 from benchmarks.report import report
 from soft_models.attention import create_attention
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="folder of samples, tables and plots (output/attention)")
     parser.add_argument("--runs", type=Path, default=Path("output/attention/runs"), help="folder of trained models")
     parser.add_argument("--fresh", action="store_true", help="forget what is measured already")
-    parser.add_argument("--threads", type=int, default=2, help="torch threads")
+    parser.add_argument("--threads", type=count, default=2, help="torch threads")
     accuracy.add_arguments(parser)
     args = parser.parse_args(argv)
     args.output = args.output or Path("output/attention-quick" if args.quick else "output/attention")

@@ -1,6 +1,6 @@
 """Speed and memory on a GPU, every model in turn: bfloat16 autocast, channels-last, eager and compiled.
 
-    python -m benchmarks.gpu                                     below 5 minutes on one GPU
+    python -m benchmarks.gpu                                     the whole table
     python -m benchmarks.gpu --output benchmarks/results/gpu.md  write the table as well
 
 Medians over the rounds, with the middle half. On a machine without a GPU it runs on the CPU, to be tested there:
@@ -29,6 +29,7 @@ from benchmarks.measure import (
     table_file,
 )
 from soft_models.errors import UsageError
+from soft_models.layers import MIN_SIZE
 from soft_models.training.models import check_model_name
 
 MODELS = (
@@ -75,6 +76,8 @@ def parse_work(text: str) -> tuple[int, int]:
     size, _, batch = text.partition("x")
     if not (size.isdigit() and batch.isdigit()):
         raise argparse.ArgumentTypeError(f"must be side and batch such as 224x128, got {text!r}")
+    if int(size) < MIN_SIZE or int(batch) < 1:
+        raise argparse.ArgumentTypeError(f"must be a side from {MIN_SIZE} and a batch from 1, got {text!r}")
     return int(size), int(batch)
 
 

@@ -22,6 +22,8 @@ import torch
 from torch import nn
 
 import soft_models
+from soft_models.commands.files import make_folder
+from soft_models.errors import UsageError
 from soft_models.memory import keep_freed_memory
 
 _logger = logging.getLogger("benchmarks")
@@ -224,10 +226,14 @@ def versions() -> str:
 
 
 def table_file(text: str) -> Path:
-    """A file to write to, for argparse: told before anything is measured."""
+    """A file to write to, for argparse; its folder is made at once, before anything is measured."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder: name a file")
+    try:
+        make_folder(path.parent)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return path
 
 
@@ -241,8 +247,6 @@ def count(text: str) -> int:
 def show_table(head: Sequence[str], rows: Iterable[str], output: Path | None) -> list[str]:
     """Log a Markdown table row by row, as they are measured, and write it to ``output``; its lines."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    if output:
-        output.parent.mkdir(parents=True, exist_ok=True)  # before anything is measured
     lines = []
     for line in chain(head, rows):
         _logger.info("%s", line)

@@ -252,9 +252,9 @@ def test_accuracy_is_reported_beside_speeds_of_another_plan(
 
 
 def test_table_is_written_to_a_new_folder(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "table.md"
-    rows = iter(["row"])
-    assert measure.show_table(["head"], (row for row in rows if path.parent.exists()), path) == ["head", "row"]
+    path = measure.table_file(str(tmp_path / "new" / "table.md"))
+    assert path.parent.exists(), "before anything is measured"
+    assert measure.show_table(["head"], ["row"], path) == ["head", "row"]
     assert path.read_text(encoding="utf-8") == "head\nrow\n"
 
 
@@ -266,6 +266,10 @@ def test_table_is_written_to_a_new_folder(tmp_path: Path) -> None:
         (speed, ["--rounds", "0"], "must be a number of at least 1, got '0'"),
         (speed, ["--output", "."], ". is a folder: name a file"),
         (inverse, ["--output", "."], ". is a folder: name a file"),
+        (inverse, ["--output", "/dev/null/table.md"], "cannot write to the folder '/dev/null'"),
+        (attention, ["--threads", "0"], "must be a number of at least 1, got '0'"),
+        (attention, ["--accuracy", "--seeds", "0"], "must be a number of at least 1, got '0'"),
+        (gpu, ["--work", "16x1"], "must be a side from 32 and a batch from 1, got '16x1'"),
         (gpu, ["--output", "."], ". is a folder: name a file"),
         (gpu, ["--models", "soft_tinny"], "unknown model 'soft_tinny'; did you mean 'soft_tiny'"),
     ],
