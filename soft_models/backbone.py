@@ -287,10 +287,7 @@ def resolve_norm(norm_layer: str | Callable[..., nn.Module] | None, eps: float) 
     try:
         return get_norm_layer(norm_layer)
     except KeyError:
-        raise ValueError(
-            f"unknown norm_layer {norm_layer!r}; choose a name of timm's, such as 'layernorm' for tokens or "
-            "'batchnorm2d' for maps"
-        ) from None
+        raise ValueError(f"unknown norm_layer {norm_layer!r}; choose a name of timm's, such as 'layernorm'") from None
 
 
 def resolve_act(act_layer: str | type[nn.Module]) -> type[nn.Module]:

@@ -10,12 +10,11 @@ from typing import Any
 import timm
 import torch
 import torch.nn.functional as F
-from timm.layers import ConvNormAct, LayerNorm2d, freeze_batch_norm_2d
+from timm.layers import ConvNormAct, LayerNorm2d, freeze_batch_norm_2d, get_norm_act_layer
 from torch import Tensor, nn
 from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import ExtraFPNBlock, LastLevelMaxPool, LastLevelP6P7
 
-from soft_models.backbone import resolve_norm
 from soft_models.checkpoints import find_weights, read_checkpoint
 from soft_models.checkpoints.convert import native_weights
 from soft_models.checkpoints.vit import LAYER_SCALE
@@ -212,7 +211,13 @@ class UPerNet(nn.Module):
             raise ValueError(f"pool_sizes must be a sequence of sides of grids, got {pool_sizes}")
         check_positive(num_classes=num_classes, channels=channels, **{"the least of pool_sizes": min(pool_sizes)})
         self.body = MapBackbone(name, **kwargs)
-        conv = partial(ConvNormAct, norm_layer=resolve_norm(norm_layer, eps=1e-6), act_layer=nn.ReLU)
+        try:
+            get_norm_act_layer(norm_layer, nn.ReLU)
+        except (KeyError, AssertionError):
+            raise ValueError(
+                f"unknown norm_layer {norm_layer!r}; choose a name of timm's, such as 'batchnorm2d'"
+            ) from None
+        conv = partial(ConvNormAct, norm_layer=norm_layer, act_layer=nn.ReLU)
         *finer, last = self.body.channels
         self.pools = nn.ModuleList(
             nn.Sequential(nn.AdaptiveAvgPool2d(size), conv(last, channels, 1)) for size in pool_sizes

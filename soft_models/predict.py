@@ -22,7 +22,7 @@ from timm.utils import natural_key
 from torch import Tensor, nn
 
 from soft_models.commands.cli import parse_config
-from soft_models.commands.files import NAMES, make_folder, write_results
+from soft_models.commands.files import KEEP_BYTES, make_folder, write_results
 from soft_models.commands.script import run_script
 from soft_models.errors import UsageError, some_of
 from soft_models.training.augment import BatchTransform
@@ -60,7 +60,7 @@ def run(cfg: PredictConfig) -> int:
     if cfg.results_file:
         make_folder(Path(cfg.results_file).parent)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors=NAMES)
+        sys.stdout.reconfigure(errors=KEEP_BYTES)
     with running(cfg) as runtime:
         results = []
         for result in predict(cfg, runtime):

@@ -279,8 +279,11 @@ def test_chosen_rows_are_rows_of_the_attention_matrix(name: str, prefix: int) ->
 def test_attention_matrix_in_half_precision_is_near_float32(name: str, dtype: torch.dtype) -> None:
     expected = shared(name).attention_matrix(tokens(), MAP)
     matrix = copy.deepcopy(shared(name)).to(dtype).attention_matrix(tokens().to(dtype), MAP)
-    error = relative_error(matrix, expected)
-    assert error < 3 * HALF_ERROR, f"relative error {error:.4f}"
+    with torch.autocast("cpu", dtype):
+        under_autocast = shared(name).attention_matrix(tokens().to(dtype), MAP)
+    for found in (matrix, under_autocast):
+        error = relative_error(found, expected)
+        assert error < 3 * HALF_ERROR, f"relative error {error:.4f}"
 
 
 # Cost.

@@ -195,13 +195,14 @@ def test_converter_refuses_in_one_line(
     assert message in capfd.readouterr().err and not (tmp_path / "out.pth").exists()
 
 
-def test_converter_takes_a_run_of_other_shapes(tmp_path: Path) -> None:
+def test_converter_takes_a_run_of_other_shapes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = {"embed_dims": [16, 16, 32, 32], "num_heads": [1, 2, 2, 2], "depths": [1, 1, 1, 1]}
     weights = timm.create_model("pyramid_tiny_linformer", num_classes=3, **arguments).state_dict()
     extras = {"model_args": {"num_classes": 3, **arguments}}
     content = {"arch": "pyramid_tiny_linformer", "state_dict": weights, "soft_models": extras}
     source, target = write(content, tmp_path / "last.pth.tar"), tmp_path / "out.pth"
     assert convert_main([str(source), str(target)]) == 0
+    assert "have to be given again: num_classes=3, embed_dims=[16, 16, 32, 32]" in capfd.readouterr().err
     found = read_checkpoint(target)
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())

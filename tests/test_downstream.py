@@ -172,6 +172,7 @@ def test_mistakes_are_one_line(kwargs: dict[str, Any], message: str) -> None:
         (lambda: UPerNet("soft_tiny", num_classes=2, pool_sizes=()), r"pool_sizes must be a sequence .* got \(\)"),
         (lambda: UPerNet("soft_tiny", num_classes=2, pool_sizes=3), "pool_sizes must be a sequence .* got 3"),
         (lambda: UPerNet("soft_tiny", num_classes=2, norm_layer="bathnorm2d"), "unknown norm_layer 'bathnorm2d'"),
+        (lambda: UPerNet("soft_tiny", num_classes=2, norm_layer="simplenorm2d"), "unknown norm_layer 'simplenorm2d'"),
     ],
 )
 def test_mistakes_about_heads_are_one_line(build: Callable[[], nn.Module], message: str) -> None:

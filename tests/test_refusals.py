@@ -46,6 +46,7 @@ REFUSALS = {
     "base size": (["--lr-base-size", "0"], "--lr-base-size must be at least 1, got 0"),
     "decay epochs": (["--sched", "step", "--decay-epochs", "0"], "--decay-epochs must be above 0, got 0.0"),
     "smoothing": (["--smoothing", "10"], "--smoothing must be at least 0 and below 1, got 10.0"),
+    "jitter": (["--color-jitter", "-0.4"], "--color-jitter must be at least 0, got -0.4"),
     "probability": (["--hflip", "50"], "--hflip must lie in 0 to 1, got 50.0"),
     "crop": (["--scale", "1", "0.08"], "--scale takes the smaller number first, both above 0, got 1.0 and 0.08"),
     "cut": (["--cutmix-minmax", "0.2", "0.2"], "--cutmix-minmax takes two fractions, the smaller first, got [0.2"),

@@ -139,7 +139,8 @@ class PerformerAttention(nn.Module):
     @torch.jit.ignore
     def attention_matrix(self, x: Tensor, feat_size: tuple[int, int], rows: Tensor | None = None) -> Tensor:
         """Explicit weights ``(B, h, N, N)``, or the chosen ``rows`` of them; each row sums to 1."""
+        qkv = self.project(x)
         with autocast_off(x):
-            q, k = self.features(self.project(x))
+            q, k = self.features(qkv)
             weights = (q if rows is None else q[:, :, rows]) @ k.transpose(-2, -1)
             return weights / weights.sum(dim=-1, keepdim=True)

@@ -77,12 +77,16 @@ def convert(args: argparse.Namespace) -> int:
         )
     check_name(names[0])
     with naming(args.source):
-        check_weights(names[0], weights, constructor_arguments(content, names[0]))
+        arguments = constructor_arguments(content, names[0])
+        check_weights(names[0], weights, arguments)
     used = len(strip_prefixes(found))
     _logger.info("matched: %d of %d tensors, as %d of %s", used, len(found), len(weights), " or ".join(names))
     _logger.info("dropped: %s", f"{len(found) - used} tensors" if used < len(found) else "nothing")
     if pretrained_settings(content):
         _logger.info("preprocessing and class names stay behind: a loader finds them in %s only", args.source)
+    # The image size is that of the position tables.
+    if left := [f"{name}={value!r}" for name, value in arguments.items() if name != "img_size"]:
+        _logger.info("arguments of the model stay behind, and have to be given again: %s", ", ".join(left))
     if len(names) > 1:
         _logger.info("which of these it is cannot be told from the names of the weights: ask who trained them")
     write({key: tensor.contiguous() for key, tensor in weights.items()}, args.target)

@@ -92,7 +92,7 @@ def publish(source: Path, target: Path) -> None:
             write_atomic(target, lambda file: shutil.copyfileobj(content, file))
 
 
-NAMES = "surrogateescape"  # file names that are no UTF-8 go out as they came in
+KEEP_BYTES = "surrogateescape"  # file names that are no UTF-8 go out as they came in
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -106,7 +106,7 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     table = csv.DictWriter(text, columns, lineterminator="\n")
     table.writeheader()
     table.writerows(rows)
-    write_atomic(path, lambda file: file.write(text.getvalue().encode(errors=NAMES)))
+    write_atomic(path, lambda file: file.write(text.getvalue().encode(errors=KEEP_BYTES)))
 
 
 def make_folder(path: Path) -> None:

@@ -48,7 +48,9 @@ class ModelConfig:
     """Options of everything that runs a model on images."""
 
     config: str = ""  # YAML file of options; the command line wins over it
-    input_img_mode: str | None = None  # PIL mode of the images; by default the checkpoint's, else RGB or L
+    input_img_mode: str | None = (
+        None  # PIL mode; by default that of a checkpoint to go on from, else RGB or L
+    )
     model: str = "soft_tiny"  # any timm or soft_models name
     model_kwargs: dict[str, Any] = field(default_factory=dict)  # key=value pairs for the model's constructor
     num_classes: int | None = None  # classes of the head; by default those of the data
@@ -110,7 +112,9 @@ class TrainConfig(DataConfig):
     val_split: str = "validation"  # folder or split to validate on, also by another name such as val; '' for none
     # Weights to start from.
     pretrained: bool = False  # start from the model's published weights
-    pretrained_path: str = ""  # file to fine-tune, which adapts the head; its images and architecture are the defaults
+    pretrained_path: str = (
+        ""  # file to fine-tune, its head adapted; its preprocessing and architecture are the defaults
+    )
     initial_checkpoint: str = ""  # file to start from, of exactly this model; its images are the default
     resume: str = ""  # checkpoint to continue, or auto: the newest of this experiment
     no_resume_opt: bool = False  # continue the weights but not the optimizer

@@ -163,7 +163,7 @@ def train_transform(cfg: TrainConfig, data_config: dict[str, Any]) -> Callable[[
     """timm's training transform, to bytes; mixing, normalising and erasing follow on the device.
 
     Raises:
-        UsageError: timm knows no such policy of augmentation.
+        UsageError: timm knows no such policy of augmentation, or does not take another option of it.
     """
     try:
         transform = create_transform(
@@ -175,7 +175,8 @@ def train_transform(cfg: TrainConfig, data_config: dict[str, Any]) -> Callable[[
             std=data_config["std"], use_prefetcher=True,
         )  # fmt: skip
     except (AssertionError, KeyError, ValueError) as error:
-        raise UsageError(f"cannot augment by --aa {cfg.aa}: {error}; rand-m9-mstd0.5-inc1 is one that works") from None
+        policy = f" by --aa {cfg.aa}" if cfg.aa else ""
+        raise UsageError(f"cannot augment{policy}: {error}") from None
     for op in augment_ops(transform):
         if op.aug_fn is posterize:
             op.aug_fn = posterize_some

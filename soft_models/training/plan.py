@@ -67,7 +67,8 @@ LEAST_1 = (
 )  # fmt: skip
 LEAST_0 = (
     "workers", "start_epoch", "lr", "lr_base", "warmup_lr", "min_lr", "warmup_epochs", "cooldown_epochs",
-    "patience_epochs", "aug_repeats", "mixup", "cutmix", "mixup_off_epoch", "recovery_interval", "skip_nonfinite",
+    "patience_epochs", "aug_repeats", "color_jitter", "mixup", "cutmix", "mixup_off_epoch", "recovery_interval",
+    "skip_nonfinite",
 )  # fmt: skip
 FRACTIONS = (
     "hflip", "vflip", "color_jitter_prob", "grayscale_prob", "gaussian_blur_prob", "reprob", "mixup_prob",
