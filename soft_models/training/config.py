@@ -48,9 +48,7 @@ class ModelConfig:
     """Options of everything that runs a model on images."""
 
     config: str = ""  # YAML file of options; the command line wins over it
-    input_img_mode: str | None = (
-        None  # PIL mode; by default that of a checkpoint to go on from, else RGB or L
-    )
+    input_img_mode: str | None = None  # PIL mode; by default that of a checkpoint to go on from, else RGB or L
     model: str = "soft_tiny"  # any timm or soft_models name
     model_kwargs: dict[str, Any] = field(default_factory=dict)  # key=value pairs for the model's constructor
     num_classes: int | None = None  # classes of the head; by default those of the data
