@@ -110,7 +110,7 @@ class TrainConfig(DataConfig):
     val_split: str = "validation"  # folder or split to validate on, also by another name such as val; '' for none
     # Weights to start from.
     pretrained: bool = False  # start from the model's published weights
-    pretrained_path: str = ""  # file to fine-tune, its head adapted; its preprocessing and architecture are the defaults
+    pretrained_path: str = ""  # file to fine-tune, its head adapted; preprocessing and architecture are the defaults
     initial_checkpoint: str = ""  # file to start from, of exactly this model; its images are the default
     resume: str = ""  # checkpoint to continue, or auto: the newest of this experiment
     no_resume_opt: bool = False  # continue the weights but not the optimizer
