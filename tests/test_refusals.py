@@ -40,7 +40,7 @@ REFUSALS = {
     ),
     "kd": (["--kd-model-name", "x"], "distillation is out of scope"),
     "other device": (["--device", "meta"], "--device must be cpu, cuda, cuda:N or mps, got 'meta'"),
-    "clipping": (["--clip-grad", "0"], "--clip-grad must be above 0, got 0.0; none turns it off"),
+    "clipping": (["--clip-grad", "0"], "--clip-grad must be above 0, or none, got 0.0"),
     "mixing": (["--mixup-off-epoch", "-1"], "--mixup-off-epoch must be at least 0, got -1"),
     "recovery": (["--recovery-interval", "-1"], "--recovery-interval must be at least 0, got -1"),
     "base size": (["--lr-base-size", "0"], "--lr-base-size must be at least 1, got 0"),
@@ -48,8 +48,11 @@ REFUSALS = {
     "smoothing": (["--smoothing", "10"], "--smoothing must be at least 0 and below 1, got 10.0"),
     "jitter": (["--color-jitter", "-0.4"], "--color-jitter must be at least 0, got -0.4"),
     "probability": (["--hflip", "50"], "--hflip must lie in 0 to 1, got 50.0"),
-    "crop": (["--scale", "1", "0.08"], "--scale takes the smaller number first, both above 0, got 1.0 and 0.08"),
-    "cut": (["--cutmix-minmax", "0.2", "0.2"], "--cutmix-minmax takes two fractions, the smaller first, got [0.2"),
+    "crop": (["--scale", "1", "0.08"], "--scale takes the smaller number first, both above 0, got (1.0, 0.08)"),
+    "cut": (
+        ["--cutmix-minmax", "0.2", "0.2"],
+        "takes two fractions, the smaller first, got (0.2, 0.2)",
+    ),
     "interpolation": (["--interpolation", "random"], "'hamming', got 'random'"),
 }
 AFTER_MODEL = {

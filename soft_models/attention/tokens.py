@@ -66,13 +66,13 @@ def island_dtype(x: Tensor) -> torch.dtype:
     """Type of sums and kernels that half precision cannot hold: float32, of float64 input float64.
 
     A script or trace cannot switch autocast off, which leaves float64 alone: that of half types in a script, and of all
-    in a trace, which may run under autocast later.
+    in a trace, which may run under autocast later. MPS has no float64.
     """
     if torch.jit.is_scripting():
         wide = x.dtype != torch.float32
     else:
         wide = x.dtype == torch.float64 or is_traced()
-    return torch.float64 if wide else torch.float32
+    return torch.float64 if wide and x.device.type != "mps" else torch.float32
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager:

@@ -1,8 +1,10 @@
 """What is settled before a model is built: options, data and checkpoint, checked against each other."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from timm.optim import list_optimizers
 
@@ -74,8 +76,14 @@ FRACTIONS = (
     "hflip", "vflip", "color_jitter_prob", "grayscale_prob", "gaussian_blur_prob", "reprob", "mixup_prob",
     "mixup_switch_prob", "model_ema_decay",
 )  # fmt: skip
-POSITIVE = ("clip_grad", "decay_epochs")
-RANGES = ("scale", "ratio", "cutmix_minmax")
+RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (FRACTIONS, lambda value: 0 <= value <= 1, "must lie in 0 to 1"),
+    (("smoothing",), lambda value: 0 <= value < 1, "must be at least 0 and below 1"),
+    (("decay_epochs",), lambda value: value > 0, "must be above 0"),
+    (("clip_grad",), lambda value: value > 0, "must be above 0, or none"),
+    (("scale", "ratio"), lambda pair: 0 < pair[0] <= pair[1], "takes the smaller number first, both above 0"),
+    (("cutmix_minmax",), lambda pair: 0 < pair[0] < pair[1] <= 1, "takes two fractions, the smaller first"),
+)
 
 
 def check_ranges(cfg: TrainConfig) -> None:
@@ -86,21 +94,11 @@ def check_ranges(cfg: TrainConfig) -> None:
     """
     check_least(cfg, 1, *LEAST_1)
     check_least(cfg, 0, *LEAST_0)
-    for name in (*FRACTIONS, *POSITIVE, *RANGES):
-        flag, value = f"--{name.replace('_', '-')}", getattr(cfg, name)
-        if value is None:
-            continue
-        if name in FRACTIONS and not 0 <= value <= 1:
-            raise UsageError(f"{flag} must lie in 0 to 1, got {value}")
-        if name in POSITIVE and not value > 0:
-            off = "; none turns it off" if name == "clip_grad" else ""
-            raise UsageError(f"{flag} must be above 0, got {value}{off}")
-        if name in RANGES and not 0 < value[0] <= value[1]:
-            raise UsageError(f"{flag} takes the smaller number first, both above 0, got {value[0]} and {value[1]}")
-    if not 0 <= cfg.smoothing < 1:
-        raise UsageError(f"--smoothing must be at least 0 and below 1, got {cfg.smoothing}")
-    if cfg.cutmix_minmax and not cfg.cutmix_minmax[0] < cfg.cutmix_minmax[1] <= 1:
-        raise UsageError(f"--cutmix-minmax takes two fractions, the smaller first, got {list(cfg.cutmix_minmax)}")
+    for names, holds, rule in RULES:
+        for name in names:
+            value = getattr(cfg, name)
+            if value is not None and not holds(value):
+                raise UsageError(f"--{name.replace('_', '-')} {rule}, got {value}")
 
 
 def check_optimizer(cfg: TrainConfig) -> None:
