@@ -234,7 +234,7 @@ def test_other_architectures_are_refused_by_name(
     # The hint which other model a file fits builds them all.
     monkeypatch.setattr("soft_models.checkpoints.convert.matching_names", lambda weights: [])
     path, _ = save_source(tmp_path, name, **({"depth": 2} if "swin" not in name else {}) | kwargs)
-    with pytest.raises(CheckpointError, match=rf"cannot start from '{name}'.*choose one of timm's patch-16"):
+    with pytest.raises(CheckpointError, match=rf"cannot start from '{name}'.*choose one of timm's vit_\*_patch16_N"):
         timm.create_model(TINY, pretrained=True, depth=2, pretrained_cfg_overlay={"file": str(path)})
     unnamed = path.rename(tmp_path / "x.pth")
     with pytest.raises(CheckpointError, match="cannot start from 'this file'"):

@@ -19,7 +19,8 @@ REFUSALS = {
     "metric": (["--eval-metric", "top_1"], "got 'top_1'; did you mean 'top1'"),
     "validation batch": (["-vb", "0"], "--validation-batch-size must be at least 1, got 0"),
     "log": (["--log-interval", "0"], "--log-interval must be at least 1, got 0"),
-    "dataset": (["--dataset", "cifar10"], "--dataset must start with torch/, hfds/"),
+    "dataset": (["--dataset", "cifar10"], "--dataset must start with torch/ or hfds/, got"),
+    "stream": (["--dataset", "wds/shards"], "dataset 'wds/shards' is a stream, which cannot be resumed exactly"),
     "flag": (["--epoch", "3"], "unknown flag --epoch; did you mean '--epochs'"),
     "workers": (["-j", "-1"], "--workers must be at least 0, got -1"),
     "batch": (["-b", "64"], "--batch-size 64 is larger than the dataset"),
@@ -54,6 +55,9 @@ REFUSALS = {
         "takes two fractions, the smaller first, got (0.2, 0.2)",
     ),
     "interpolation": (["--interpolation", "random"], "'hamming', got 'random'"),
+    "size": (["--img-size", "0"], "--img-size must be at least 1, got 0"),
+    "sides": (["--input-size", "3", "0", "32"], "--input-size takes channels, height and width, got [3, 0, 32]"),
+    "channels": (["--in-chans", "0"], "--in-chans must be at least 1, got 0"),
 }
 AFTER_MODEL = {
     "policy": (["--aa", "rand-m9-mst0.5"], "cannot augment by --aa rand-m9-mst0.5: Unknown RandAugment config section"),
@@ -131,6 +135,8 @@ def test_initial_checkpoint_must_fit(
     [
         (["-b", "0"], "--batch-size must be at least 1, got 0"),
         (["-j", "-1"], "--workers must be at least 0, got -1"),
+        (["--img-size", "0"], "--img-size must be at least 1, got 0"),
+        (["--num-classes", "-1"], "--num-classes must be at least 0, got -1"),
         (["--pretrained"], "--pretrained asks for the published weights and --checkpoint for others"),
     ],
 )

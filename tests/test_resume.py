@@ -92,6 +92,23 @@ def test_signal_saves_and_resumes_exactly(
     assert_same_run(straight, tmp_path / "run")
 
 
+def test_signal_during_validation_stops_before_the_next_epoch(
+    straight: Path, train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validate_epoch = run.validate_epoch
+
+    def interrupted(running: run.Run) -> dict[str, EvalResult]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return validate_epoch(running)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "validate_epoch", interrupted)
+        assert train(*STATEFUL) == 128 + signal.SIGTERM
+    assert [path.name for path in (tmp_path / "run").glob("recovery-*")] == ["recovery-1-0.pth.tar"]
+    assert train(*STATEFUL, "--resume", "auto") == 0
+    assert_same_run(straight, tmp_path / "run")
+
+
 def test_plateau_with_noise_resumes_exactly(
     train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

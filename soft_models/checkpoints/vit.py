@@ -38,7 +38,7 @@ def vit_filter_fn(
 ) -> dict[str, Tensor]:
     """Make a checkpoint of this model, or of a plain ViT or DeiT of timm's, fit ``model``.
 
-    Of timm's patch-16 ``vit_*``, ``deit_*`` (plain and distilled) and ``deit3_*`` of the same width and depth, the
+    Of timm's ``vit_*_patch16_N``, ``deit_*_patch16_N`` and ``deit3_*_patch16_N`` of the same width and depth, the
     prefix tokens with their rows of the position table and the distillation head are dropped, the final norm goes
     where the model has it, LayerScale is folded into the projections in front of it, and the position table is resized
     to the model's grid. The source's mean, std and number of classes replace those in ``model.pretrained_cfg``. What
@@ -83,7 +83,7 @@ def vit_filter_fn(
 
 def wanted(model: "MapVisionTransformer") -> str:
     return (
-        "choose one of timm's patch-16 vit_*, deit_* or deit3_* checkpoints with "
+        "choose one of timm's vit_*_patch16_N, deit_*_patch16_N or deit3_*_patch16_N checkpoints (N: image size) with "
         f"embed_dim={model.embed_dim} and depth={len(model.blocks)}"
     )
 

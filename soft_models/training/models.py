@@ -16,7 +16,7 @@ from soft_models.checkpoints.extras import constructor_arguments, pretrained_set
 from soft_models.errors import UsageError, some_of, suggestion
 from soft_models.registry import is_ours
 
-from .config import ModelConfig, TrainConfig
+from .config import ModelConfig, TrainConfig, check_least
 from .weights import check_architecture, choose_weights, load_exactly
 
 _logger = logging.getLogger(__name__)
@@ -37,13 +37,14 @@ def spatial_size(cfg: ModelConfig) -> tuple[int, int] | None:
     """Height and width asked for, if any.
 
     Raises:
-        UsageError: ``input_size`` is not channels, height and width.
+        UsageError: ``input_size`` is not channels, height and width, or a side is below 1.
     """
+    check_least(cfg, 1, "img_size")
     if cfg.input_size is not None:
-        if len(cfg.input_size) != 3:
+        if len(cfg.input_size) != 3 or min(cfg.input_size) < 1:
             raise UsageError(f"--input-size takes channels, height and width, got {list(cfg.input_size)}")
         return cfg.input_size[1], cfg.input_size[2]
-    return (cfg.img_size, cfg.img_size) if cfg.img_size else None
+    return (cfg.img_size, cfg.img_size) if cfg.img_size is not None else None
 
 
 def asked_channels(cfg: ModelConfig) -> int | None:
@@ -52,7 +53,13 @@ def asked_channels(cfg: ModelConfig) -> int | None:
 
 
 def model_arguments(cfg: ModelConfig) -> dict[str, Any]:
-    """What ``timm.create_model`` takes to build the architecture; enough to build it again from a checkpoint."""
+    """What ``timm.create_model`` takes to build the architecture; enough to build it again from a checkpoint.
+
+    Raises:
+        UsageError: A number of pixels, channels or classes that no model has.
+    """
+    check_least(cfg, 1, "in_chans")
+    check_least(cfg, 0, "num_classes")
     arguments = {
         "num_classes": cfg.num_classes,
         "in_chans": asked_channels(cfg),

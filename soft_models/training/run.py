@@ -129,6 +129,8 @@ def run_epochs(run: Run) -> int:
     """Train, validate and save, epoch by epoch; see ``train`` for what is returned."""
     runtime, position, learner = run.plan.runtime, run.position, run.learner
     while position.epoch < learner.num_epochs:
+        if runtime.any_rank(bool(run.stop.number)):  # asked for while the epoch before was validated
+            return stop_run(run)
         run.batches.set_position(position.epoch, position.step)
         if run.setup.transform.mixup is not None and run.plan.cfg.mixup_off_epoch:
             run.setup.transform.mixup.mixup_enabled = position.epoch < run.plan.cfg.mixup_off_epoch

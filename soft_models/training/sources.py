@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 from timm.data import create_dataset
-from torch.utils.data import IterableDataset
 
 from soft_models.errors import UsageError, some_of
 
@@ -21,7 +20,9 @@ from .images import read_image
 _logger = logging.getLogger(__name__)
 
 
-NAMED = ("torch/", "hfds/", "hfids/", "tfds/", "wds/")  # how timm tells datasets apart; others it takes for folders
+# How timm tells datasets apart; others it takes for folders.
+NAMED = ("torch/", "hfds/")
+STREAMS = ("hfids/", "tfds/", "wds/")
 
 
 class Source(Protocol):
@@ -156,8 +157,12 @@ def _folder_split(scan: FolderScan, classes: Sequence[str]) -> Split:
 
 
 def _open_named(cfg: DataConfig, split: str, is_training: bool) -> Split:
+    if cfg.dataset.lower().startswith(STREAMS):
+        raise UsageError(f"dataset {cfg.dataset!r} is a stream, which cannot be resumed exactly; use folders or hfds/")
     if not cfg.dataset.lower().startswith(NAMED):
-        raise UsageError(f"--dataset must start with {', '.join(NAMED)}, got {cfg.dataset!r}; leave it out for folders")
+        raise UsageError(
+            f"--dataset must start with {' or '.join(NAMED)}, got {cfg.dataset!r}; leave it out for folders"
+        )
     try:
         dataset = create_dataset(
             cfg.dataset, root=cfg.data_dir or None, split=split, is_training=is_training,
@@ -165,8 +170,6 @@ def _open_named(cfg: DataConfig, split: str, is_training: bool) -> Split:
         )  # fmt: skip
     except (OSError, RuntimeError, ValueError, AssertionError, ImportError) as error:
         raise UsageError(f"cannot open dataset {cfg.dataset!r}, split {split!r}: {error}") from None
-    if isinstance(dataset, IterableDataset):
-        raise UsageError(f"dataset {cfg.dataset!r} is a stream, which cannot be resumed exactly; use folders or hfds/")
     names = getattr(dataset, "classes", None) or _reader_classes(getattr(dataset, "reader", None))
     return Split(f"{cfg.dataset}:{split}", NamedSource(dataset, cfg.dataset), tuple(map(str, names)) if names else None)
 
