@@ -129,9 +129,9 @@ class PyramidTransformer(PyramidBackbone):
         stage4_attention: Attention of stage 4; ``"soft"`` makes the whole model linear in the pixels.
         landmarks: ``"avg"`` or ``"conv"``: how SOFT reduces the queries to landmarks.
         landmark_grid: Landmarks along each side, an int or (height, width), clipped to the map; None for one per
-            ``sr_ratios`` cell, which ties their number to the image.
+            ``sr_ratios`` cell, which ties their number to the image, or 0, since ``timm.create_model`` drops None.
         sr_ratios: Pixels per landmark along each side of the map, of each stage; read by ``landmarks="conv"``, which
-            needs a map of so many, and by ``landmark_grid=None``.
+            needs a map of so many, and where ``landmark_grid`` is None.
         local_kernels: Side of the depthwise convolution of V in stages 1 to 3, in pixels; 0 for none.
         inverse: How SOFT inverts the landmark kernel: ``"newton"``, the released operator, or ``"solve"``, exact; None
             for the first with ``"conv"`` landmarks, as released, and the second with ``"avg"``.
@@ -187,7 +187,7 @@ class PyramidTransformer(PyramidBackbone):
         check_lengths(3, local_kernels=local_kernels)
         options = {
             "landmarks": landmarks,
-            "landmark_grid": landmark_grid,
+            "landmark_grid": None if landmark_grid == 0 else landmark_grid,
             "inverse": inverse,
             "newton_iters": newton_iters,
         }
@@ -233,5 +233,5 @@ def check_options(attention: str, last: str, options: dict[str, Any]) -> None:
             raise ValueError(f"{option}={value!r} is not read by attention {names}; it is by {readers}")
     if "sr_ratios" in changed and options["landmarks"] == "avg" and options["landmark_grid"] is not None:
         by_landmarks = any("landmarks" in attention_options(name) for name in (attention, last))
-        readers = "landmarks='conv' or landmark_grid=None, which read it" if by_landmarks else "landmark_grid=None"
+        readers = "landmarks='conv' or landmark_grid=0, which read it" if by_landmarks else "landmark_grid=0"
         raise ValueError(f"sr_ratios={changed['sr_ratios']} needs {readers}")

@@ -93,9 +93,12 @@ def attention_layers(model: nn.Module) -> list[tuple[int, list[nn.Module]]]:
         UsageError: The model has no attention that gives its weights, so it is none of ours.
     """
     layers = []
-    for info in getattr(model, "feature_info", ()):
-        modules = model.get_submodule(info["module"]).modules()
-        layers.append((info["reduction"], [module for module in modules if hasattr(module, "attention_matrix")]))
+    inner = getattr(model, "model", model)  # of a features_only backbone, which lacks the stages that it does not need
+    known = dict(inner.named_modules())
+    for info in getattr(inner, "feature_info", ()):
+        if info["module"] in known:
+            modules = known[info["module"]].modules()
+            layers.append((info["reduction"], [module for module in modules if hasattr(module, "attention_matrix")]))
     if not layers or not all(attentions for _, attentions in layers):
         raise UsageError(
             f"{type(model).__name__} has no attention of soft_models; python -m soft_models lists its models"

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import timm
 import torch
 from small_models import (
     CLASSES,
@@ -16,6 +17,7 @@ from small_models import (
 from torch import nn
 
 from soft_models.attention import ATTENTIONS
+from soft_models.attention.soft import Landmarks
 from soft_models.pyramid import PyramidTransformer
 
 
@@ -83,7 +85,7 @@ def test_pyramid_options_take_any_size(options: dict[str, Any], size: tuple[int,
         ({"attention": "sfot"}, r"unknown attention 'sfot'; choose one of \[.*'soft'.*\]"),
         ({"stage4_attention": "sofmax"}, r"unknown attention 'sofmax'; choose one of \[.*'softmax'.*\]"),
         ({"landmarks": "average"}, "unknown landmarks 'average'; choose 'avg' or 'conv'"),
-        ({"landmark_grid": 0}, "landmark_grid must be positive, got 0"),
+        ({"landmark_grid": -1}, "landmark_grid must be positive, got -1"),
         ({"landmark_grid": (7, -1)}, r"landmark_grid must be positive, got \(7, -1\)"),
         ({"sr_ratios": (8, 0, 2, 1), "landmark_grid": None}, "sr_ratio must be at least 1, got 0"),
         ({"local_kernels": (9, 4, 3)}, "local_kernel must be odd, or 0 for none, got 4"),
@@ -106,9 +108,9 @@ def test_pyramid_options_take_any_size(options: dict[str, Any], size: tuple[int,
         ({"attention": "softmax", "sr_ratios": (4, 4, 2, 1)}, r"sr_ratios=\(4, 4, 2, 1\) is not read by attention"),
         (
             {"attention": "linformer", "sr_ratios": (4, 4, 2, 1)},
-            r"sr_ratios=\(4, 4, 2, 1\) needs landmark_grid=None$",
+            r"sr_ratios=\(4, 4, 2, 1\) needs landmark_grid=0$",
         ),
-        ({"sr_ratios": [4, 4, 2, 1]}, r"sr_ratios=\(4, 4, 2, 1\) needs landmarks='conv' or landmark_grid=None"),
+        ({"sr_ratios": [4, 4, 2, 1]}, r"sr_ratios=\(4, 4, 2, 1\) needs landmarks='conv' or landmark_grid=0, which"),
         (
             {"attention": "softmax", "stage4_attention": "soft", "local_kernels": (3, 3, 3)},
             r"local_kernels=\(3, 3, 3\) is not read by attention 'softmax'; it is by soft, soft_norm",
@@ -151,3 +153,10 @@ def test_class_token_pooling_is_the_first_token() -> None:
 def test_position_tables_are_made_for_the_image_size() -> None:
     model = pyramid(img_size=(75, 130))
     assert [tuple(stage.pos_embed.shape[1:3]) for stage in model.stages] == [(19, 33), (10, 17), (5, 9), (3, 5)]
+
+
+def test_landmarks_by_cells_are_chosen_through_timm() -> None:
+    """It drops keywords that are None."""
+    model = timm.create_model("soft_tiny", landmark_grid=0, sr_ratios=(4, 2, 1, 1), **PYRAMID)
+    grids = [(module.grid, module.sr_ratio) for module in model.modules() if isinstance(module, Landmarks)]
+    assert grids == [(None, 4), (None, 2), (None, 1), (None, 1)]

@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from small_models import family_names
+from small_models import PYRAMID, family_names
 from torch import nn
 from torch.testing import assert_close
 
@@ -221,3 +221,9 @@ def test_photographs_of_skimage_by_name() -> None:
 def test_model_of_timm_is_refused_in_python() -> None:
     with pytest.raises(UsageError, match="has no attention of soft_models"):
         attention_maps(timm.create_model("test_byobnet"), torch.randn(1, 3, 64, 64), [(1, 1)])
+
+
+def test_backbone_has_the_maps_of_its_model() -> None:
+    backbone = timm.create_model("soft_tiny", features_only=True, out_indices=(0, 1), **PYRAMID)
+    for model in (backbone, backbone.model):
+        assert [found.stage for found in attention_maps(model, torch.randn(1, 3, 48, 64), [(1, 1)])] == [0, 1]
