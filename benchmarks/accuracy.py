@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import logging
+import math
 import shutil
 import statistics
 import tempfile
@@ -149,11 +150,11 @@ def quietly(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> i
 
 
 def mean_top1(scores: Samples, name: str, size: int) -> tuple[float, float, int] | None:
-    """Mean and standard deviation in percent, and the number of seeds."""
+    """Mean and standard deviation (NaN of one seed) in percent, and the number of seeds."""
     values = [value for key, found in scores.values.items() for value in found if is_cell(key, name, size)]
     if not values:
         return None
-    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0, len(values)
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else math.nan, len(values)
 
 
 def is_cell(key: str, name: str, size: int) -> bool:
@@ -162,7 +163,7 @@ def is_cell(key: str, name: str, size: int) -> bool:
 
 
 def text(mean: float, deviation: float) -> str:
-    return f"{mean:.1f} ± {deviation:.1f} %"
+    return f"{mean:.1f} %" if math.isnan(deviation) else f"{mean:.1f} ± {deviation:.1f} %"
 
 
 def report(scores: Samples, models: Mapping[str, str], output: Path) -> list[str]:
@@ -174,10 +175,13 @@ def report(scores: Samples, models: Mapping[str, str], output: Path) -> list[str
         attention = next(attention for attention, model in models.items() if model == name)
         rows.append({"attention": attention, "seed": int(seed), "size": int(size), "top1": values[0]})
     write_csv(output / "accuracy.csv", rows)
-    recipe = scores.settings
+    recipe, seeds = scores.settings, scores.settings["seeds"]
+    of_seeds = f"mean ± standard deviation of {seeds} seeds" if seeds > 1 else "one seed"
+    if len(rows) < len(models) * len(recipe["sizes"]) * seeds:
+        of_seeds += ", as far as measured"
     what = (
         f"{10 * recipe['train_images']:,} digits, {recipe['epochs']} epochs; top-1 of "
-        f"{10 * recipe['test_images']:,} others, mean ± standard deviation of {recipe['seeds']} seeds"
+        f"{10 * recipe['test_images']:,} others, {of_seeds}"
     )
     lines = [
         f"`python -m benchmarks.attention --accuracy`, {scores.note}: trained at {TRAIN_SIZE} pixels on {what}, "

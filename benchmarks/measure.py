@@ -196,8 +196,8 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Lower quartile, median and upper quartile."""
     if len(values) < 2:
         return (values[0],) * 3
-    low, _, high = statistics.quantiles(values, n=4)
-    return low, statistics.median(values), high
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
 
 
 def growth_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:

@@ -9,7 +9,7 @@ from torch.nn.modules import module as torch_module
 __all__ = ["is_exporting", "is_graph", "is_open", "is_traced", "is_unobserved"]
 
 # Private, but the same in all versions of torch that are supported.
-GLOBAL_HOOKS = tuple(f"_global_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre"))
+GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
 def is_graph() -> bool:
@@ -46,12 +46,7 @@ def is_unobserved(module: nn.Module, x: Tensor) -> bool:
 
 
 def is_watched(*modules: nn.Module) -> bool:
-    """Whether hooks, forward or backward, theirs or global, look at ``modules``, or something wraps ``forward``."""
+    """Whether forward hooks, theirs or global, look at ``modules``, or something wraps ``forward``."""
     return any(getattr(torch_module, name) for name in GLOBAL_HOOKS) or any(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in vars(module)
-        for module in modules
+        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in modules
     )

@@ -95,7 +95,7 @@ def predict(cfg: PredictConfig, runtime: Runtime) -> Iterator[dict[str, Any]]:
     samples = ImageSamples(source, eval_transform(data_config), mode)
     loader = build_loader(samples, EvalBatches(len(samples), cfg.batch_size), cfg, runtime.device)
     transform = BatchTransform(runtime.device, data_config, channels_last=cfg.channels_last)
-    report, autocast, done = ImageReport(source, "those asked for"), build_autocast(cfg, runtime.device), 0
+    report, autocast, done = ImageReport(source, "those asked for", None), build_autocast(cfg, runtime.device), 0
     for batch in loader:
         report.add(batch)
         results = {name: {"image": name, "error": reason} for name, reason in batch.broken}

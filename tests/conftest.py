@@ -62,7 +62,8 @@ def train(data: Path, tmp_path: Path) -> Callable[..., int]:
     """Run train.py on the tiny data with an output folder of this test."""
 
     def run(*argv: str, experiment: str = "run") -> int:
-        return train_main([str(data), *BASE, "--output", str(tmp_path), "--experiment", experiment, *argv])
+        run_of = ["--data-dir", str(data), "--output", str(tmp_path), "--experiment", experiment]
+        return train_main([*BASE, *run_of, *argv])
 
     return run
 
@@ -73,7 +74,7 @@ def validate(data: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., di
 
     def run(*argv: str) -> dict[str, Any]:
         capsys.readouterr()
-        assert validate_main([str(data), "-j", "0", "--device", "cpu", *argv]) == 0
+        assert validate_main(["--data-dir", str(data), "-j", "0", "--device", "cpu", *argv]) == 0
         return json.loads(capsys.readouterr().out)
 
     return run
@@ -91,7 +92,8 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def command(data: Path, tmp_path: Path) -> list[str]:
-    return [sys.executable, str(ROOT / "train.py"), str(data), *BASE, "--output", str(tmp_path), "--experiment", "run"]
+    run_of = ["--data-dir", str(data), "--output", str(tmp_path), "--experiment", "run"]
+    return [sys.executable, str(ROOT / "train.py"), *BASE, *run_of]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -46,6 +47,14 @@ def test_step_in_a_process_of_its_own_is_timed(tmp_path: Path) -> None:
 def test_growth_exponent_recovers_the_power(power: float) -> None:
     sizes = [1024, 2025, 4096, 16384]
     assert measure.growth_exponent(sizes, [3e-5 * size**power for size in sizes]) == pytest.approx(power, abs=1e-9)
+
+
+@pytest.mark.parametrize("values", [[3.0], [1.0, 2.0], [1.0, 2.0, 4.0]])
+def test_quartiles_lie_within_what_was_measured(values: list[float]) -> None:
+    low, middle, high = measure.quartiles(values)
+    assert min(values) <= low <= middle <= high <= max(values)
+    assert len(values) == 1 or low < middle < high
+    assert middle == median(values)
 
 
 def test_fit_takes_the_largest_maps_and_says_which() -> None:
@@ -216,6 +225,23 @@ def test_markdown_says_what_the_csv_says_and_plots_are_there(two_models: None, t
     for name in ("throughput", "growth", "accuracy"):
         with Image.open(tmp_path / f"{name}.png") as picture:
             assert min(picture.size) > 300
+
+
+def test_accuracy_of_some_seeds_is_not_called_that_of_all(two_models: None, tmp_path: Path) -> None:
+    def heading(scores: Samples) -> str:
+        text, *table = accuracy.report(scores, MODELS, tmp_path)
+        tables_of.append(tables("\n".join([*table, ""]))[0])
+        return text
+
+    tables_of: list[list[dict[str, str]]] = []
+    scores = synthetic_scores(tmp_path)
+    assert "mean ± standard deviation of 2 seeds, by pixels" in heading(scores)
+    for size in (48, 64):
+        del scores.values[accuracy.cell("soft_tiny", 1, size)]
+    assert "of 2 seeds, as far as measured, by pixels" in heading(scores)
+    assert [row["64"] for row in tables_of[-1]] == ["91.5 ± 0.7 %", "91.0 %"]
+    with Image.open(tmp_path / "accuracy.png") as picture:
+        assert min(picture.size) > 300
 
 
 def test_command_measures_once_and_then_only_reports(

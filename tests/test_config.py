@@ -102,6 +102,12 @@ def test_command_line_beats_yaml_beats_defaults(tmp_path: Path) -> None:
     assert cfg.data_dir == "data"
 
 
+@pytest.mark.parametrize("argv", [["--data-dir", "d", "--amp", "false"], ["false", "--data-dir", "d"]])
+def test_an_argument_beside_its_flag_is_not_dropped(argv: list[str]) -> None:
+    with pytest.raises(UsageError, match="unexpected argument 'false': --data-dir is given already"):
+        parse(*argv)
+
+
 def test_values_take_the_type_of_their_field(tmp_path: Path) -> None:
     recipe = write(
         tmp_path,

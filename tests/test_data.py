@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from runs import load
+from runs import load, rows
 from timm.data import ImageDataset
 from tiny_data import CLASSES, write_folder, write_image
 
@@ -33,6 +33,7 @@ from soft_models.training.plan import head_classes
 from soft_models.training.runtime import Runtime
 from soft_models.training.sampling import Draw, EvalBatches, TrainBatches, derive_seed
 from soft_models.training.sources import open_eval_split, open_train_splits
+from soft_models.training.validate import main as validate_main
 
 CPU = torch.device("cpu")
 DATA_CONFIG = {
@@ -269,7 +270,7 @@ def test_broken_images_are_left_out_by_name(folder: Path, caplog: pytest.LogCapt
     cfg = config(folder)
     source = open_train_splits(cfg)[0].source
     samples = ImageSamples(source, train_transform(cfg, DATA_CONFIG), "RGB")
-    report, seen = ImageReport(source, "train"), 0
+    report, seen = ImageReport(source, "train", 3), 0
     for batch in build_loader(samples, EvalBatches(len(samples), 4), cfg, CPU):
         report.add(batch)
         seen += len(batch.images)
@@ -332,6 +333,104 @@ def test_named_dataset_tells_its_classes_or_they_are_asked_for(
         with pytest.raises(UsageError, match="dataset 'hfds/some/name' does not tell its classes: give --num-classes"):
             head_classes(cfg, train.classes)
     assert head_classes(replace(cfg, num_classes=3), train.classes) == 3
+
+
+@pytest.fixture
+def named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Labels of a named dataset's images, of classes a, b and c in this order, as it is opened for validation."""
+
+    def labels(class_to_idx: dict[str, int], known: list[str] | None, **options: str) -> list[int]:
+        reader = Reader(folder, class_to_idx)
+        monkeypatch.setattr(sources, "create_dataset", lambda *_, **__: ImageDataset("", reader=reader))
+        source = open_eval_split(ValidateConfig(dataset="hfds/name", **options), known).source
+        return list(dict.fromkeys(source.load(index, "RGB")[1] for index in range(len(source))))
+
+    return labels
+
+
+IN_ORDER = {"a": 0, "b": 1, "c": 2}
+
+
+@pytest.mark.parametrize(
+    ("class_to_idx", "known", "expected"),
+    [
+        (IN_ORDER, None, [0, 1, 2]),
+        (IN_ORDER, ["a", "b", "c"], [0, 1, 2]),
+        (IN_ORDER, ["c", "a", "b"], [1, 2, 0]),
+        (IN_ORDER, ["x", "b", "y", "a", "c"], [3, 1, 4]),
+        ({}, ["c", "b", "a"], [0, 1, 2]),
+    ],
+)
+def test_named_dataset_is_labelled_by_the_models_classes(
+    class_to_idx: dict[str, int], known: list[str] | None, expected: list[int], named: Callable[..., list[int]]
+) -> None:
+    assert named(class_to_idx, known) == expected
+
+
+def test_class_map_orders_the_labels_of_a_named_dataset(named: Callable[..., list[int]], tmp_path: Path) -> None:
+    path = tmp_path / "classes.txt"
+    path.write_text("c\nb\na\n", encoding="utf-8")
+    assert named(IN_ORDER, ["a", "b", "c"], class_map=str(path)) == [2, 1, 0]
+    path.write_text("cat\ndog\nowl\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="hfds/name:validation has classes unknown to the model: a, b, c"):
+        named(IN_ORDER, None, class_map=str(path))
+
+
+def test_other_classes_of_a_named_dataset_are_refused_or_told(
+    named: Callable[..., list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(UsageError, match="hfds/name:validation has classes unknown to the model: c"):
+        named(IN_ORDER, ["a", "b", "d"])
+    with pytest.raises(UsageError, match="cannot be labelled by name: a class is named twice among a, b, c, a"):
+        named(IN_ORDER, ["a", "b", "c", "a"])
+    assert not caplog.records
+    assert named(IN_ORDER, ["0", "1", "2"]) == [0, 1, 2]
+    assert "share no class name, labels are taken as they are: a, b, c are 0, 1, 2" in caplog.text
+
+
+def test_targets_that_are_names_are_labelled_by_them(folder: Path) -> None:
+    class Names(Reader):
+        def __getitem__(self, index: int) -> tuple[io.BytesIO, str]:  # type: ignore[override]
+            return super().__getitem__(index)[0], self.paths[index].parent.name
+
+    source = sources.NamedSource(ImageDataset("", reader=Names(folder, {})), "hfds/name", {"c": 0, "a": 1})
+    assert source.load(23, "RGB")[1] == 0
+    with pytest.raises(ValueError, match="'b'"):
+        source.load(12, "RGB")
+
+
+def test_splits_of_a_named_dataset_share_their_labels(
+    train: Callable[..., int], validate: Callable[..., dict[str, object]], data: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "lacking"
+    shutil.copytree(data, folder)
+    shutil.rmtree(folder / "val" / "a")
+    options = ["--data-dir", str(folder), "--dataset", "torch/image_folder"]
+    assert train(*options, "--epochs", "1") == 0
+    (row,) = rows(tmp_path / "run")
+    result = validate("--data-dir", str(folder), "--checkpoint", str(tmp_path / "run" / "last.pth.tar"))
+    assert result["loss"] == pytest.approx(float(row["eval_loss"]), abs=1e-5)
+
+
+def test_labels_that_the_model_has_not_are_refused_by_image(
+    train: Callable[..., int],
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sources, "create_dataset", lambda *_, **__: ImageDataset("", reader=Reader(data, {})))
+    options = ["--dataset", "hfds/name", "--num-classes"]
+    for mixing in ([], ["--mixup", "0.2"]):
+        assert train(*options, "2", *mixing, "--epochs", "1") == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("train.py: error: hfds/name[") and "has label 2, and the model 2 classes" in error
+    assert train(*options, "3", "--epochs", "1", experiment="three") == 0
+    capsys.readouterr()
+    monkeypatch.setattr(Reader, "__getitem__", lambda self, index: (io.BytesIO(self.paths[index].read_bytes()), -100))
+    argv = ["--dataset", "hfds/name", "--device", "cpu", "-j", "0"]
+    assert validate_main([*argv, "--checkpoint", str(tmp_path / "three" / "last.pth.tar")]) == 2
+    assert "has label -100, and the model 3 classes, from 0 on" in capsys.readouterr().err
 
 
 def test_dataset_of_torchvision_is_trained_on(train: Callable[..., int], tmp_path: Path) -> None:

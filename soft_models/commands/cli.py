@@ -194,7 +194,11 @@ def parse_config(cls: type[ConfigT], argv: Sequence[str] | None, description: st
     given = build_parser(cls, description).parse(argv)
     arguments = given.pop("arguments", None)
     if arguments:
-        given.setdefault(cls.POSITIONAL, arguments)  # type: ignore[attr-defined]
+        name = cls.POSITIONAL  # type: ignore[attr-defined]
+        if name in given:
+            first = arguments[0] if isinstance(arguments, list) else arguments
+            raise UsageError(f"unexpected argument {first!r}: --{name.replace('_', '-')} is given already")
+        given[name] = arguments
     hints = get_type_hints(cls)
     given = {name: _cast_given(cls, name, value, hints) for name, value in given.items()}
     from_file = load_yaml(given["config"], cls) if given.get("config") else {}

@@ -93,16 +93,27 @@ class ImageReport:
     Args:
         source: The images.
         title: What to call the split.
+        num_classes: Of the model; other labels are refused.
     """
 
-    def __init__(self, source: Source, title: str) -> None:
-        self.source, self.title = source, title
+    def __init__(self, source: Source, title: str, num_classes: int | None) -> None:
+        self.source, self.title, self.num_classes = source, title, num_classes
         self.broken: set[str] = set()
         self.turned: set[str] = set()
         self.told = False
 
     def add(self, batch: Batch) -> None:
-        """Take note of a batch; an image that was skipped is named the first time."""
+        """Take note of a batch; an image that was skipped is named the first time.
+
+        Raises:
+            UsageError: A label is none of the model's, where a dataset does not tell its classes beforehand.
+        """
+        for item, label in zip(batch.indices, batch.targets.tolist(), strict=True):
+            if self.num_classes is not None and not 0 <= label < self.num_classes:
+                raise UsageError(
+                    f"{self.source.name(item)} of {self.title} has label {label}, and the model {self.num_classes} "
+                    "classes, from 0 on: give --num-classes, or a split with such labels"
+                )
         for name, reason in batch.broken:
             if name not in self.broken:
                 _logger.warning("skipped unreadable image %s (%s)", name, reason)

@@ -134,20 +134,26 @@ def read_class_map(path: str) -> list[str]:
     return names
 
 
-def label_images(scan: FolderScan, classes: Sequence[str]) -> list[tuple[str, int]]:
-    """Images of a split with their labels, which are positions in ``classes`` whatever the split itself holds.
+def label_classes(present: Sequence[str], classes: Sequence[str], title: str) -> dict[str, int]:
+    """Labels by name: positions in ``classes``, whatever the split called ``title`` itself holds.
 
     Raises:
-        UsageError: The split has a class that is not among ``classes``.
+        UsageError: A class that is ``present`` is not among ``classes``.
     """
     labels = {name: label for label, name in enumerate(classes)}
-    present = scan.classes
     unknown = [name for name in present if name not in labels]
     if unknown:
         raise UsageError(
-            f"{scan.root} has classes unknown to the model: {some_of(unknown)}{suggestion(unknown[0], classes)}; "
+            f"{title} has classes unknown to the model: {some_of(unknown)}{suggestion(unknown[0], classes)}; "
             f"it knows {len(classes)}: {some_of(classes)}"
         )
+    return labels
+
+
+def label_images(scan: FolderScan, classes: Sequence[str]) -> list[tuple[str, int]]:
+    """Images of a split with their labels, see :func:`label_classes`; classes without images are pointed out."""
+    present = scan.classes
+    labels = label_classes(present, classes, str(scan.root))
     absent = sorted(labels.keys() - set(present), key=labels.__getitem__)
     if absent:
         _logger.warning("%s has no images of class %s; labels stay", scan.root, some_of(absent))

@@ -67,7 +67,8 @@ def build_run(plan: Plan, prepared: Prepared, folder: Path, stop: StopRequest) -
     batches = TrainBatches(
         len(samples), cfg.batch_size, cfg.seed, runtime.rank, runtime.world_size, repeats=cfg.aug_repeats
     )
-    transform = build_train_transform(cfg, device, data_config, int(getattr(model, "num_classes", 0)))
+    num_classes = int(getattr(model, "num_classes", 0))
+    transform = build_train_transform(cfg, device, data_config, num_classes)
     updates_per_epoch = batches.updates(cfg.grad_accum_steps)
     learner = build_learner(cfg, model, transform.mixup is not None, runtime, updates_per_epoch)
     saver = CheckpointSaver(folder, cfg.decreasing_metric, cfg.checkpoint_hist)
@@ -82,7 +83,7 @@ def build_run(plan: Plan, prepared: Prepared, folder: Path, stop: StopRequest) -
         loader=build_loader(samples, batches, cfg, device),
         transform=transform,
         runtime=runtime,
-        report=ImageReport(plan.train.source, plan.train.name),
+        report=ImageReport(plan.train.source, plan.train.name, num_classes),
         seed=cfg.seed,
         accumulate=cfg.grad_accum_steps,
         skip_nonfinite=cfg.skip_nonfinite,
@@ -105,7 +106,7 @@ def build_run(plan: Plan, prepared: Prepared, folder: Path, stop: StopRequest) -
         setup=setup,
         batches=batches,
         val_loader=build_val_loader(plan, data_config, mode),
-        val_report=ImageReport(plan.val.source, plan.val.name) if plan.val else None,
+        val_report=ImageReport(plan.val.source, plan.val.name, num_classes) if plan.val else None,
         val_transform=BatchTransform(device, data_config, channels_last=cfg.channels_last),
         position=position,
         saver=saver,

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from timm.data import create_dataset
 from soft_models.errors import UsageError, some_of
 
 from .config import DataConfig, TrainConfig, ValidateConfig
-from .folders import SPLITS, FolderScan, find_split, label_images, read_class_map, scan_folder
+from .folders import SPLITS, FolderScan, find_split, label_classes, label_images, read_class_map, scan_folder
 from .images import read_image
 
 _logger = logging.getLogger(__name__)
@@ -56,10 +56,16 @@ class FolderSource:
 
 
 class NamedSource:
-    """A dataset that timm's ``create_dataset`` makes from a name such as torch/cifar10 or hfds/NAME."""
+    """A dataset that timm's ``create_dataset`` makes from a name such as torch/cifar10 or hfds/NAME.
 
-    def __init__(self, dataset: Any, title: str) -> None:
-        self.dataset, self.title = dataset, title
+    Args:
+        dataset: The dataset.
+        title: What to call it in messages.
+        labels: By what the dataset gives as a target, where that is not the label.
+    """
+
+    def __init__(self, dataset: Any, title: str, labels: Mapping[Any, int]) -> None:
+        self.dataset, self.title, self.labels = dataset, title, labels
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -67,9 +73,9 @@ class NamedSource:
     def load(self, index: int, mode: str) -> tuple[Image.Image, int]:
         # Past timm's own ImageDataset, which puts a neighbour in the place of an image that it cannot read.
         image, target, *_ = self.dataset.reader[index] if hasattr(self.dataset, "reader") else self.dataset[index]
-        if not isinstance(image, Image.Image):
-            return read_image(image, mode), int(target)
-        return image.convert(mode), int(target)
+        target = target if isinstance(target, str) else int(target)
+        label = int(self.labels.get(target, target))
+        return image.convert(mode) if isinstance(image, Image.Image) else read_image(image, mode), label
 
     def name(self, index: int) -> str:
         return f"{self.title}[{index}]"
@@ -92,8 +98,9 @@ def open_train_splits(cfg: TrainConfig) -> tuple[Split, Split | None]:
     """
     _require_data(cfg)
     if cfg.dataset:
-        train = _open_named(cfg, cfg.train_split, is_training=True)
-        return train, _open_named(cfg, cfg.val_split, is_training=False) if cfg.val_split else None
+        train = _open_named(cfg, cfg.train_split, is_training=True, known=None)
+        val = _open_named(cfg, cfg.val_split, is_training=False, known=train.classes) if cfg.val_split else None
+        return train, val
     folder = find_split(cfg.data_dir, cfg.train_split, "--train-split")
     held_out = _find_val(cfg, folder)
     scan = scan_folder(folder)
@@ -129,7 +136,7 @@ def open_eval_split(cfg: ValidateConfig, classes: Sequence[str] | None) -> Split
     """
     _require_data(cfg)
     if cfg.dataset:
-        return _open_named(cfg, cfg.split, is_training=False)
+        return _open_named(cfg, cfg.split, is_training=False, known=classes)
     scan = scan_folder(_eval_folder(cfg))
     if cfg.class_map:
         classes = read_class_map(cfg.class_map)
@@ -156,7 +163,8 @@ def _folder_split(scan: FolderScan, classes: Sequence[str]) -> Split:
     return Split(str(scan.root), FolderSource(label_images(scan, classes)), tuple(classes))
 
 
-def _open_named(cfg: DataConfig, split: str, is_training: bool) -> Split:
+def _open_named(cfg: DataConfig, split: str, is_training: bool, known: Sequence[str] | None) -> Split:
+    """A named dataset's split, labelled by the class map, else by ``known``, else as it is."""
     if cfg.dataset.lower().startswith(STREAMS):
         raise UsageError(f"dataset {cfg.dataset!r} is a stream, which cannot be resumed exactly; use folders or hfds/")
     if not cfg.dataset.lower().startswith(NAMED):
@@ -166,12 +174,39 @@ def _open_named(cfg: DataConfig, split: str, is_training: bool) -> Split:
     try:
         dataset = create_dataset(
             cfg.dataset, root=cfg.data_dir or None, split=split, is_training=is_training,
-            download=cfg.dataset_download, class_map=cfg.class_map or None,
+            download=cfg.dataset_download,
         )  # fmt: skip
     except (OSError, RuntimeError, ValueError, AssertionError, ImportError) as error:
         raise UsageError(f"cannot open dataset {cfg.dataset!r}, split {split!r}: {error}") from None
-    names = getattr(dataset, "classes", None) or _reader_classes(getattr(dataset, "reader", None))
-    return Split(f"{cfg.dataset}:{split}", NamedSource(dataset, cfg.dataset), tuple(map(str, names)) if names else None)
+    title = f"{cfg.dataset}:{split}"
+    told = getattr(dataset, "classes", None) or _reader_classes(getattr(dataset, "reader", None))
+    names = [str(name) for name in told or ()]
+    known = read_class_map(cfg.class_map) if cfg.class_map else known
+    labels: Mapping[Any, int] = {}
+    if known and (cfg.class_map or not names or not set(names).isdisjoint(known)):
+        labels, names = _match_labels(names, known, title), list(known)
+    elif known:
+        _logger.warning(
+            "%s and the model share no class name, labels are taken as they are: %s are %s",
+            title, some_of(names), some_of(known),
+        )  # fmt: skip
+    return Split(title, NamedSource(dataset, cfg.dataset, labels), tuple(names) or None)
+
+
+def _match_labels(names: Sequence[str], known: Sequence[str], title: str) -> dict[Any, int]:
+    """Labels in ``known`` by name, and by what labels mean in a dataset that calls them ``names``, if it tells.
+
+    Raises:
+        UsageError: A name is not in ``known``, or one that is there twice stands elsewhere.
+    """
+    if list(names) == list(known):
+        return {}
+    for each in (names, known):
+        if len(set(each)) < len(each):
+            raise UsageError(f"{title} cannot be labelled by name: a class is named twice among {some_of(each)}")
+    labels = label_classes(names, known, title)
+    by_label = {label: labels[name] for label, name in enumerate(names)}
+    return {**by_label, **labels}
 
 
 def _reader_classes(reader: Any) -> list[str] | None:

@@ -71,7 +71,7 @@ def validate(cfg: ValidateConfig, runtime: Runtime) -> dict[str, Any]:
     check_classes(model, split)
     data_config, mode = resolve_input(cfg, model, stored)
     model = prepare(cfg, model, runtime)
-    report = ImageReport(split.source, split.name)
+    report = ImageReport(split.source, split.name, getattr(model, "num_classes", None))
     samples = ImageSamples(split.source, eval_transform(data_config), mode)
     batches = EvalBatches(len(samples), cfg.batch_size, runtime.rank, runtime.world_size)
     result = evaluate(
