@@ -21,6 +21,7 @@ from benchmarks.measure import count
 from examples.digits import SPLITS, DigitsError, build_digits
 from soft_models.commands.files import write_csv
 from soft_models.errors import UsageError
+from soft_models.layers import MIN_SIZE
 from soft_models.training.train import main as train_main
 from soft_models.training.validate import main as validate_main
 
@@ -56,11 +57,13 @@ def recipe_of(args: argparse.Namespace) -> tuple[Recipe, Path]:
     """The recipe that the flags describe, and the folder of the digits.
 
     Raises:
-        UsageError: More images of a class than there are, or fewer than one.
+        UsageError: More images of a class than there are, or fewer than one, or a size that is too small.
     """
     for split, images in (("train", args.train_images), ("test", args.test_images)):
         if not 1 <= images <= SPLITS[split]:
             raise UsageError(f"--{split}-images must lie in 1 to {SPLITS[split]}, got {images}")
+    if min(args.sizes) < MIN_SIZE:
+        raise UsageError(f"--sizes must be at least {MIN_SIZE} pixels, got {min(args.sizes)}")
     sizes = tuple(sorted({*args.sizes, TRAIN_SIZE}))
     return Recipe(args.epochs, args.seeds, args.train_images, args.test_images, sizes), args.data_dir
 
@@ -116,6 +119,7 @@ def select_images(digits: Path, folder: Path, recipe: Recipe) -> Path:
             for file in sorted(label.glob("*.png"))[:images]:
                 link = folder / split / label.name / file.name
                 if not link.exists():
+                    link.unlink(missing_ok=True)  # to where the digits were
                     link.symlink_to(file.resolve())
     return folder
 

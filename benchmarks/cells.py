@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Step, seconds
-from soft_models.commands.files import make_folder
+from soft_models.commands.files import make_folder, write_atomic
 from soft_models.commands.progress import Progress
 from soft_models.errors import UsageError
 
@@ -30,9 +30,8 @@ class Samples:
     def __init__(self, path: Path, settings: Mapping[str, Any], note: str = "", fresh: bool = False) -> None:
         self.path, self.values = path, dict[str, list[float]]()
         self.settings = json.loads(json.dumps(settings))
-        lines = [] if fresh or not path.exists() else path.read_text(encoding="utf-8").splitlines(keepends=True)
-        if lines and not lines[-1].endswith("\n"):  # torn by a kill
-            lines.pop()
+        text = "" if fresh or not path.exists() else path.read_text(encoding="utf-8")
+        lines = text[: text.rfind("\n") + 1].splitlines(keepends=True)  # less one that a kill has torn
         if not lines:
             lines = [json.dumps({"settings": settings, "note": note}) + "\n"]
         first = json.loads(lines[0])
@@ -42,16 +41,15 @@ class Samples:
         for line in lines[1:]:
             cell, value = json.loads(line)
             self.values.setdefault(cell, []).append(math.nan if value is None else value)
-        make_folder(path.parent)
-        path.write_text("".join(lines), encoding="utf-8")
+        if "".join(lines) != text:
+            make_folder(path.parent)
+            write_atomic(path, lambda file: file.write("".join(lines).encode()))
 
     @classmethod
     def stored(cls, path: Path) -> "Samples | None":
-        """What a file holds, if it is there."""
-        if not path.exists():
-            return None
-        with path.open(encoding="utf-8") as file:
-            return cls(path, json.loads(file.readline())["settings"])
+        """What a file holds, if there is anything."""
+        first = path.read_text(encoding="utf-8").partition("\n") if path.exists() else ("", "", "")
+        return cls(path, json.loads(first[0])["settings"]) if first[1] else None
 
     def __getitem__(self, cell: str) -> list[float]:
         return self.values.get(cell, [])
@@ -80,7 +78,7 @@ class Block:
 
     def is_done(self, samples: Samples, cell: str) -> bool:
         values = samples[cell]
-        return len(values) >= self.rounds or (not self.measure and sum(values) > self.cell_seconds)
+        return len(values) >= self.rounds or sum(values) > self.cell_seconds
 
     def run(self, samples: Samples) -> Iterator[str]:
         """Take the samples that are missing; yields the cell of each."""

@@ -23,8 +23,9 @@ from soft_models.table import describe, markdown, replace_table
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m soft_models", description="List the models of soft_models.")
-    parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.add_argument("--update", type=Path, metavar="FILE", help="rewrite the table in a file, between its markers")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="as JSON")
+    form.add_argument("--update", type=Path, metavar="FILE", help="rewrite the table in a file, between its markers")
     return run_script("python -m soft_models", lambda: run(parser.parse_args(argv)))
 
 

@@ -38,7 +38,8 @@ class PyramidBackbone(LoadsOfficialWeights):
         num_prefix_tokens: 1 if the last stage gives tokens with a class token, 0 if it gives a map.
 
     Raises:
-        ValueError: ``img_size``, ``embed_dims``, ``global_pool`` or ``drop_path_rate`` is out of its range.
+        ValueError: ``img_size``, ``in_chans``, ``embed_dims``, ``global_pool`` or ``drop_path_rate`` is out of its
+            range.
     """
 
     POOLS: ClassVar[tuple[str, ...]] = ("avg", "")
@@ -58,7 +59,11 @@ class PyramidBackbone(LoadsOfficialWeights):
     ) -> None:
         super().__init__()
         to_size(img_size)
+        if in_chans < 1:
+            raise ValueError(f"in_chans must be at least 1, got {in_chans}")
         check_lengths(embed_dims=embed_dims)
+        if min(embed_dims) < 1:
+            raise ValueError(f"embed_dims must be positive, got {tuple(embed_dims)}")
         if not 0 <= drop_path_rate < 1:
             raise ValueError(f"drop_path_rate must lie in [0, 1), got {drop_path_rate}")
         self.num_classes = num_classes

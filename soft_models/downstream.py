@@ -18,7 +18,7 @@ from torchvision.ops.feature_pyramid_network import ExtraFPNBlock, LastLevelMaxP
 from soft_models.checkpoints import find_weights, read_checkpoint
 from soft_models.checkpoints.convert import native_weights
 from soft_models.checkpoints.vit import LAYER_SCALE
-from soft_models.registry import is_ours, registered_names
+from soft_models.registry import is_ours, registered_names, require_model
 
 __all__ = ["FPNBackbone", "MapBackbone", "SimplePyramid", "UPerNet"]
 
@@ -275,9 +275,10 @@ def create_features(name: str, out_indices: tuple[int, ...], checkpoint: str | P
 
 
 def check_name(name: str) -> str:
-    """``name``, or a ValueError if it is none of ours."""
+    """``name``, or a ValueError if it is none of ours, or has a tag of weights that there are not."""
     if not is_ours(name):
         raise ValueError(f"unknown name {name!r}; choose one of {', '.join(registered_names())}")
+    require_model(name)
     return name
 
 

@@ -15,7 +15,7 @@ class UsageError(ValueError):
 
 
 class RunStopped(RuntimeError):
-    """A run cannot go on, through no mistake in its options: printed by the scripts as one line, with exit code 1."""
+    """A run that has begun cannot go on: printed as one line, by each process that meets it, with exit code 1."""
 
 
 def suggestion(name: str, choices: Iterable[str]) -> str:

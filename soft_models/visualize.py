@@ -30,6 +30,7 @@ from soft_models.errors import UsageError, suggestion
 from soft_models.layers import MIN_SIZE
 from soft_models.training.config import TrainedConfig
 from soft_models.training.images import read_image
+from soft_models.training.models import check_input
 from soft_models.training.trained import load_or_random
 
 __all__ = ["AttentionMap", "attention_layers", "attention_maps", "draw_map", "draw_sheet"]
@@ -116,7 +117,7 @@ def attention_maps(
 ) -> list[AttentionMap]:
     """Attention weights of chosen query points, stage by stage.
 
-    Only the rows of these queries are computed, O(P N) numbers for P points, whatever the size of the map.
+    Only the rows of these queries are computed, in memory O((P + M) N) for P points and M landmarks.
 
     Args:
         model: A model of ours, which runs in eval mode here.
@@ -333,6 +334,7 @@ def model_rows(
     if size < MIN_SIZE:
         raise UsageError(f"--size must be at least {MIN_SIZE} pixels, got {size}")
     resized, image = prepare_photo(photo, size, data_config, mode)
+    check_input(model, image.shape, "--size")
     inside = [(x * resized.width / photo.width, y * resized.height / photo.height) for x, y in points]
     stages = [stage - 1 for stage in cfg.stage]
     if not stages:  # the last one among them

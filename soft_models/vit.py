@@ -17,6 +17,7 @@ from soft_models.layers import Block
 __all__ = ["MapVisionTransformer"]
 
 POOLS = ("avg", "avgmax", "max", "")
+WEIGHT_INITS = ("", "skip", "reset", "jax", "jax_nlhb", "moco")  # timm's
 
 
 def map_block(
@@ -73,7 +74,7 @@ class MapVisionTransformer(VisionTransformer):
         ``(B, in_chans, H, W)`` to ``(B, num_classes)``.
 
     Raises:
-        ValueError: Unknown ``attention`` or ``global_pool``.
+        ValueError: Unknown ``attention``, ``global_pool`` or ``weight_init``.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class MapVisionTransformer(VisionTransformer):
             pos_drop_rate=pos_drop_rate,
             proj_drop_rate=proj_drop_rate,
             drop_path_rate=drop_path_rate,
-            weight_init=weight_init,
+            weight_init=check_choice("weight_init", weight_init, WEIGHT_INITS),
             norm_layer=resolve_norm(norm_layer, eps=1e-6),
             act_layer=resolve_act(act_layer or "gelu"),
             block_fn=partial(map_block, attention),

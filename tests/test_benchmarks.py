@@ -105,7 +105,7 @@ def makes_of(log: list[str], stop_after: int = 1000) -> dict[str, Callable[[], f
         log.append(name)
         return float(len(log))
 
-    return {name: lambda name=name: sample(name) for name in "abc"}  # type: ignore[misc]
+    return {name: lambda name=name: sample(name) for name in "abc"}
 
 
 def test_interrupted_run_keeps_its_samples_and_goes_on(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_interrupted_run_keeps_its_samples_and_goes_on(tmp_path: Path) -> None:
 def test_slow_cell_gets_no_further_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cells, "seconds", lambda step: step())
     times = {"slow": 3.0, "quick": 0.1}
-    block = Block({name: lambda t=t: lambda: t for name, t in times.items()}, 4, cell_seconds=5.0)  # type: ignore[misc]
+    block = Block({name: lambda t=t: lambda: t for name, t in times.items()}, 4, cell_seconds=5.0)
     samples = Samples(tmp_path / "samples.jsonl", {})
     run_blocks([block], samples, "")
     assert samples.values == {"slow": [3.0, 3.0], "quick": [0.1] * 4}
@@ -146,6 +146,22 @@ def test_torn_line_is_dropped_and_other_settings_are_refused(tmp_path: Path) -> 
     with pytest.raises(UsageError, match=r"measured under .*2.*, not under .*1.*give --fresh"):
         Samples(path, {"threads": 1})
     assert Samples(path, {"threads": 1}, fresh=True).values == {}
+
+
+def test_what_was_measured_is_only_read_where_nothing_is_added(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    assert Samples.stored(path) is None
+    Samples(path, {"threads": 2}).add("a", 1.5)
+    path.chmod(0o444)
+    tmp_path.chmod(0o555)
+    before = path.stat().st_mtime_ns, path.stat().st_ino
+    stored = Samples.stored(path)
+    assert stored is not None and stored.values == {"a": [1.5]}
+    assert (path.stat().st_mtime_ns, path.stat().st_ino) == before
+    tmp_path.chmod(0o755)
+    for text in ("", '{"settings": {'):
+        (tmp_path / "torn.jsonl").write_text(text)
+        assert Samples.stored(tmp_path / "torn.jsonl") is None
 
 
 # Tables and pictures.
@@ -227,7 +243,7 @@ def test_markdown_says_what_the_csv_says_and_plots_are_there(two_models: None, t
             assert min(picture.size) > 300
 
 
-def test_accuracy_of_some_seeds_is_not_called_that_of_all(two_models: None, tmp_path: Path) -> None:
+def test_accuracy_of_some_seeds_is_not_called_that_of_all(tmp_path: Path) -> None:
     def heading(scores: Samples) -> str:
         text, *table = accuracy.report(scores, MODELS, tmp_path)
         tables_of.append(tables("\n".join([*table, ""]))[0])
@@ -311,10 +327,27 @@ def test_what_cannot_be_measured_or_written_is_refused(
 # Accuracy.
 
 
-@pytest.mark.parametrize("option", ["--train-images=351", "--test-images=0"])
-def test_digits_that_there_are_not_are_refused(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--train-images=351", "--train-images must lie in 1 to 350, got 351"),
+        ("--test-images=0", "--test-images must lie in 1 to"),
+        ("--sizes=0", "--sizes must be at least 32 pixels, got 0"),
+    ],
+)
+def test_digits_that_there_are_not_are_refused(
+    option: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert attention.main(["--accuracy", option, "--output", str(tmp_path)]) == 2
-    assert "images must lie in 1 to" in capsys.readouterr().err.splitlines()[-1]
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_digits_that_have_moved_are_linked_anew(digits: Path, tmp_path: Path) -> None:
+    recipe = accuracy.Recipe(1, 1, 2, 2, (64,))
+    accuracy.select_images(digits, tmp_path / "runs", recipe)
+    moved = digits.rename(tmp_path / "moved")
+    links = list(accuracy.select_images(moved, tmp_path / "runs", recipe).rglob("*.png"))
+    assert len(links) == 12 and all(link.exists() for link in links)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Checkpoint files: damaged ones refused in one line, and the command that converts one."""
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -177,6 +178,7 @@ def test_converter_leaves_what_it_cannot_write_anew(
         (["nowhere.pth", "out.pth"], "no checkpoint file"),
         (["{source}", "out.onnx"], "must end in .safetensors or .pth"),
         (["{source}", "out.pth", "--model", "soft_tinny"], "unknown model"),
+        (["{source}", "out.pth", "--model", "soft_tiny.x"], "unknown tag of weights in 'soft_tiny.x'"),
         (["{source}", "out.pth", "--model", "soft_conv_tiny"], "of another shape"),
         (["{source}", "out.pth"], "fits no model of ours"),
         (["{source}", "out.pth", "--use-ema"], "no averaged weights"),
@@ -206,6 +208,29 @@ def test_converter_takes_a_run_of_other_shapes(tmp_path: Path, capfd: pytest.Cap
     found = read_checkpoint(target)
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        ({"model_kwargs": {"foo": 1}}, "cannot create soft_tiny: "),
+        ({"gp": "bogus"}, "unknown global_pool 'bogus'"),
+    ],
+)
+def test_arguments_that_the_model_does_not_take_are_told(
+    stored: dict[str, Any], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    weights = timm.create_model("soft_tiny", img_size=32).state_dict()
+    source = write({"arch": "soft_tiny", "args": stored, "state_dict": weights}, tmp_path / "own.pth")
+    assert convert_main([str(source), str(tmp_path / "out.pth")]) == 2
+    assert message in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_only_code_that_is_refused_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "own.pth"
+    torch.save({"args": argparse.Namespace(path=Stranger())}, path)
+    with pytest.raises(CheckpointError, match=r"needs code to be unpickled \([\w.]*Stranger\), which is refused"):
+        read_checkpoint(path)
 
 
 def test_converter_runs_as_a_module() -> None:

@@ -228,7 +228,7 @@ def test_torchvision_detectors_train_and_predict(
     model = detector(kind, name).train()
     losses = model(images, targets)
     torch.stack(list(losses.values())).sum().backward()
-    backbone = model.backbone.body  # type: ignore[union-attr]
+    backbone = model.backbone.body
     without = [key for key, p in backbone.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
     assert not without, f"no finite gradient: {without}"
     with torch.no_grad():

@@ -241,8 +241,8 @@ def test_perfect_answers_have_perfect_metrics(test: scenes.Scenes) -> None:
             moved = torch.where(classes > 0, 1 + (classes - 1 + wrong) % 10, 0)
             return nn.functional.one_hot(moved, 11).permute(2, 0, 1)[None].float()
 
-        boxes, _ = detection.evaluate(detect, iter(given))  # type: ignore[arg-type]
-        pixels, _ = segmentation.evaluate(segment, iter(given))  # type: ignore[arg-type]
+        boxes, _ = detection.evaluate(detect, iter(given))
+        pixels, _ = segmentation.evaluate(segment, iter(given))
         return boxes, pixels
 
     given = [test[i] for i in range(10)]

@@ -57,19 +57,19 @@ def test_snippets_run_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         else:
             for line in text.splitlines():
                 run(line)
-    assert names["logits"].shape == (2, 10)  # type: ignore[attr-defined]
-    assert [tuple(x.shape) for x in (names["maps"][0], names["maps"][-1])] == [(1, 64, 75, 125), (1, 512, 10, 16)]  # type: ignore[index]
+    assert names["logits"].shape == (2, 10)
+    assert [tuple(x.shape) for x in (names["maps"][0], names["maps"][-1])] == [(1, 64, 75, 125), (1, 512, 10, 16)]
     assert names["strides"] == [4, 8, 16, 32]
-    (scores,) = names["segmenter"].eval()([torch.randn(3, 64, 64)])  # type: ignore[attr-defined]
+    (scores,) = names["segmenter"].eval()([torch.randn(3, 64, 64)])
     assert scores.shape == (150, 64, 64)
-    assert names["other"].num_classes == 5  # type: ignore[attr-defined]
+    assert names["other"].num_classes == 5
 
 
 def test_downstream_snippets_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("segmentation_models_pytorch")
     pytest.importorskip("transformers")
     fake = types.ModuleType("detectron2.modeling")
-    fake.Backbone = torch.nn.Module  # type: ignore[attr-defined]
+    fake.Backbone = torch.nn.Module
     monkeypatch.setitem(sys.modules, "detectron2", types.ModuleType("detectron2"))
     monkeypatch.setitem(sys.modules, "detectron2.modeling", fake)
     monkeypatch.chdir(tmp_path)

@@ -14,19 +14,35 @@ from soft_models.training.validate import main as validate_main
 
 REFUSALS = {
     "model": (["--model", "sofft_tiny"], "unknown model 'sofft_tiny'; did you mean 'soft_tiny'"),
+    "tag": (
+        ["--model", "resnet18.a1_in1kk"],
+        "unknown tag of weights in 'resnet18.a1_in1kk'; did you mean 'resnet18.a1_in1k'",
+    ),
     "optimizer": (["--opt", "adamv"], "unknown --opt 'adamv'; did you mean 'adam"),
     "schedule": (["--sched", "cosin"], "got 'cosin'; did you mean 'cosine'"),
     "metric": (["--eval-metric", "top_1"], "got 'top_1'; did you mean 'top1'"),
     "validation batch": (["-vb", "0"], "--validation-batch-size must be at least 1, got 0"),
     "log": (["--log-interval", "0"], "--log-interval must be at least 1, got 0"),
     "dataset": (["--dataset", "cifar10"], "--dataset must start with torch/ or hfds/, got"),
+    "split": (
+        ["--dataset", "torch/mnist", "--train-split", "trian"],
+        "--train-split of torch/mnist must be one of train, training, validation, val,",
+    ),
+    "no split": (
+        ["--dataset", "torch/image_folder", "--val-split", "holdout"],
+        "no folder 'holdout' in",
+    ),
+    "same split": (
+        ["--dataset", "torch/image_folder", "--val-split", "training"],
+        "--val-split 'training' is the training split; validation needs other images",
+    ),
     "stream": (["--dataset", "wds/shards"], "dataset 'wds/shards' is a stream, which cannot be resumed exactly"),
     "flag": (["--epoch", "3"], "unknown flag --epoch; did you mean '--epochs'"),
     "workers": (["-j", "-1"], "--workers must be at least 0, got -1"),
     "batch": (["-b", "64"], "--batch-size 64 is larger than the dataset"),
     "classes": (["--num-classes", "2"], "--num-classes 2 is too small: the data have 3 classes"),
     "folder": (["--data-dir", "/nowhere"], "data folder '/nowhere' does not exist"),
-    "split": (["--val-split", "holdout"], "no folder 'holdout' in"),
+    "folder of a split": (["--val-split", "holdout"], "no folder 'holdout' in"),
     "resume": (["--resume", "none.pth"], "no checkpoint file 'none.pth'"),
     "decay": (["--layer-decay", "0.7", "--sched", "none"], "--layer-decay is applied by the schedule"),
     "epochs": (["--epochs", "0"], "--epochs must be at least 1, got 0"),
@@ -220,5 +236,5 @@ def test_nonfinite_loss_stops_the_run_and_is_never_best(
 
 
 def test_batch_norm_on_one_value_is_explained(train: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert train("--model", "soft_tiny", "-b", "1", "--epochs", "1") == 2
+    assert train("--model", "soft_tiny", "-b", "1", "--epochs", "1") == 1
     assert "batch norm needs a larger --batch-size or --img-size to train" in capsys.readouterr().err

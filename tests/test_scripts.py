@@ -17,7 +17,7 @@ import torch
 from runs import BASE, ROOT, assert_same, load, load_config, rows
 
 from soft_models.commands import progress
-from soft_models.training import learner, run
+from soft_models.training import learner, models, run
 from soft_models.training.engine import EvalResult
 
 
@@ -152,6 +152,34 @@ def test_workers_may_be_spawned(data: Path, tmp_path: Path) -> None:
     assert len(rows(tmp_path / "run")) == 1
 
 
+def test_model_that_does_not_tell_its_classes_is_trained(
+    train: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(name: str, arguments: object, **more: object) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(3, 3))
+
+    monkeypatch.setattr(models, "create_model", build)
+    assert train("--epochs", "1", "--mean", "0.5", "--std", "0.5") == 0
+
+
+def test_label_that_only_one_process_meets_is_told(command: list[str], tmp_path: Path) -> None:
+    """Of a dataset that has the label in its last image alone, which goes to the second process."""
+    (tmp_path / "odd.py").write_text(
+        "from soft_models.training import sources\n"
+        "load = sources.FolderSource.load\n"
+        "def odd(self, index, mode):\n"
+        "    image, label = load(self, index, mode)\n"
+        "    return image, 3 if index == len(self) - 1 and 'val' in self.name(index) else label\n"
+        "sources.FolderSource.load = odd\n"
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    argv = [*launch, *command[1:], "--device-modules", "odd", "--epochs", "1", "-b", "4", "-vb", "4"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert done.returncode != 0
+    assert "has label 3, and the model 3 classes, from 0 on" in done.stderr
+
+
 def test_head_is_said_to_be_larger_than_the_data(
     train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,10 +267,10 @@ def test_nonfinite_updates_can_be_left_out(
     original = learner.Learner.backward
 
     def poisoned(self: learner.Learner, images: torch.Tensor, *args: Any) -> torch.Tensor:
-        poisoned.calls += 1  # type: ignore[attr-defined]
-        return original(self, images * (math.inf if poisoned.calls == 2 else 1), *args)  # type: ignore[attr-defined]
+        poisoned.calls += 1
+        return original(self, images * (math.inf if poisoned.calls == 2 else 1), *args)
 
-    poisoned.calls = 0  # type: ignore[attr-defined]
+    poisoned.calls = 0
     monkeypatch.setattr(learner.Learner, "backward", poisoned)
     assert train("--epochs", "1", "--skip-nonfinite", "1", "--model-ema") == 0
     state = load(tmp_path / "run" / "last.pth.tar")

@@ -63,6 +63,12 @@ def test_command_prints_table_and_json(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert f"| `soft_tiny` | {row['parameters'] / 1e6:.2f} M |" in table
 
 
+def test_two_forms_at_once_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--json", "--update", str(tmp_path / "table.md")])
+    assert "not allowed with argument --json" in capsys.readouterr().err
+
+
 def test_rows_come_as_they_are_counted(
     rows: list[Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""timm's own tests of models on our names: everything on one name per family, the rest of it on all with ``--slow``."""
+"""timm's own tests of models on our names: one name per family, what the suite as it is does not reach on all."""
 
 import pytest
 import timm

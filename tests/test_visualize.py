@@ -177,6 +177,16 @@ def test_checkpoint_of_others_needs_its_head(photo: Path, tmp_path: Path, capfd:
         (["PHOTO", "--block", "2"], "block 2 does not exist: stage 1 has blocks 1 to 1"),
         (["PHOTO", "--block", "0"], "--block counts from 1, or is -1 for the last, got 0"),
         (["PHOTO", "--size", "16"], "--size must be at least 32 pixels, got 16"),
+        (
+            ["PHOTO", "--model", "cosformer_vit_tiny_patch16_224", "--model-kwargs", "dynamic_img_size=False"],
+            "the model cannot take images of 3 x 224 x 290 (--size): Input width (290) doesn't match model (224)",
+        ),
+        (
+            ["PHOTO", "--model", "cosformer_vit_tiny_patch16_224", "--model-kwargs", "weight_init=bogus"],
+            "cannot create cosformer_vit_tiny_patch16_224: unknown weight_init 'bogus'",
+        ),
+        (["PHOTO", "--model", "vit_tiny_patch16_224", "--model-kwargs", "num_heads=0"], "cannot create vit_tiny"),
+        (["PHOTO", "--model", "soft_tiny.x"], "unknown tag of weights in 'soft_tiny.x'; leave out what follows"),
         (["PHOTO", "--size", "0"], "--size must be at least 32 pixels, got 0"),
         (["PHOTO", "--panel", "8"], "--panel must be at least 32 pixels, got 8"),
         (["PHOTO", "--output", "sheet.jpg"], "--output must end with .png"),

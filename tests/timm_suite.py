@@ -7,9 +7,9 @@ installed, which is fetched on first use and kept in ``.cache/``. Two ways lead 
 
       python tests/timm_suite.py [NAME ...] [-n WORKERS]
 
-- ``run_check`` calls one of its functions with one name. ``test_timm_suite.py`` does so with every function and one
-  name of each family, and with all names for what the first way leaves out: an exception's stand-in, and the functions
-  that timm limits to a list of its own modules.
+- ``run_check`` calls one of its functions with one name. ``test_timm_suite.py`` does so with those in ``CHECKS`` and
+  one name of each family, and with all names for what the first way leaves out: an exception's stand-in, and the
+  functions that timm limits to a list of its own modules.
 """
 
 import argparse

@@ -77,5 +77,9 @@ class LinformerAttention(nn.Module):
             q = q[:, :, rows]
         k, _ = self.kv(self.pool(x, feat_size)).chunk(2, dim=-1)
         weights = (q @ split_heads(k, self.num_heads).transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(dim=-1)
-        eye = torch.eye(x.shape[1], device=x.device, dtype=x.dtype)[None]
-        return weights @ self.pool(eye, feat_size)  # pooling is a matrix: its rows are what it does to the tokens
+        B, h, P, M = weights.shape
+        # Pooling is a matrix, and the adjoint of what it does to tokens multiplies by it from the right.
+        tokens = torch.zeros(1, x.shape[1], B * h * P, device=x.device, dtype=weights.dtype)
+        pull_back: Any = torch.func.vjp(lambda tokens: self.pool(tokens, feat_size), tokens)[1]
+        (shared,) = pull_back(weights.reshape(1, B * h * P, M).transpose(1, 2))
+        return shared.transpose(1, 2).reshape(B, h, P, -1)

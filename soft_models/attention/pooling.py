@@ -16,14 +16,14 @@ def check_grid(grid: int | tuple[int, int] | None) -> tuple[int, int] | None:
     """A pooling grid as (height, width), or None.
 
     Raises:
-        ValueError: A side is below 1.
+        ValueError: It is no pair, or a side is below 1.
     """
     if grid is None:
         return None
-    height, width = (grid, grid) if isinstance(grid, int) else grid
-    if height < 1 or width < 1:
-        raise ValueError(f"landmark_grid must be positive, got {grid}")
-    return int(height), int(width)
+    sides = (grid, grid) if isinstance(grid, int) else tuple(grid)
+    if len(sides) != 2 or min(sides) < 1:
+        raise ValueError(f"landmark_grid must be a positive number or (height, width) of such, got {grid}")
+    return int(sides[0]), int(sides[1])
 
 
 def check_cell(sr_ratio: int) -> int:

@@ -23,9 +23,9 @@ def head_width(dim: int, num_heads: int) -> int:
     """Width d of one head.
 
     Raises:
-        ValueError: ``num_heads`` does not divide ``dim``.
+        ValueError: ``num_heads`` does not divide ``dim``, or one of them is below 1.
     """
-    if num_heads < 1 or dim % num_heads:
+    if num_heads < 1 or dim < 1 or dim % num_heads:
         raise ValueError(f"dim must be divisible by num_heads, got dim={dim}, num_heads={num_heads}")
     return dim // num_heads
 

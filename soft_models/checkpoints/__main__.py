@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -28,8 +27,9 @@ from soft_models.checkpoints.extras import constructor_arguments, pretrained_set
 from soft_models.checkpoints.files import find_weights, naming, read_checkpoint
 from soft_models.commands.files import make_folder, replacing
 from soft_models.commands.script import run_script, setup_logging
-from soft_models.errors import CheckpointError, some_of, suggestion
-from soft_models.registry import is_ours, registered_names
+from soft_models.errors import CheckpointError, some_of
+from soft_models.registry import is_ours, require_model
+from soft_models.training.models import create_model
 
 _logger = logging.getLogger("soft_models.checkpoints")
 
@@ -75,7 +75,7 @@ def convert(args: argparse.Namespace) -> int:
             f"{args.source} fits no model of ours (it has {some_of(weights)}): give --model to see what does not "
             "fit. Files of timm's ViT and DeiT need no conversion, train.py --pretrained-path takes them"
         )
-    check_name(names[0])
+    require_model(names[0])
     with naming(args.source):
         arguments = constructor_arguments(content, names[0])
         check_weights(names[0], weights, arguments)
@@ -94,16 +94,9 @@ def convert(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_name(name: str) -> None:
-    """Refuse a name that timm does not know."""
-    if not timm.is_model(name):
-        hint = suggestion(name, registered_names()) or "; python -m soft_models lists them"
-        raise CheckpointError(f"unknown model {name!r}{hint}")
-
-
 def check_weights(name: str, weights: dict[str, Tensor], arguments: dict[str, Any]) -> None:
     """Refuse weights that do not fill the model ``name``, whatever their classes, channels and image size."""
-    model = timm.create_model(name, **arguments, device="meta")
+    model = create_model(name, arguments, device="meta")
     tables = {key for key in weights if key.endswith("pos_embed")}
     check_fit(weights, model, reshaped=free_names(model) | tables, absent=head_names(model))
 

@@ -61,7 +61,7 @@ def constructor_arguments(checkpoint: Mapping[str, Any], name: str) -> dict[str,
             "num_classes": options.get("num_classes"),
             "in_chans": options.get("in_chans"),
             "global_pool": options.get("gp"),
-            **(options.get("model_kwargs") or {}),
+            **(more if isinstance(more := options.get("model_kwargs"), Mapping) else {}),
         }
     known = {key: value for key, value in stored.items() if value is not None and not key.startswith(UNSAFE)}
     return arguments | known

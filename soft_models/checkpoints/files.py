@@ -107,7 +107,8 @@ def _unreadable(file: Path, error: BaseException) -> str:
 
 def _why_refused(file: Path) -> str:
     try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
     except Exception:  # not an archive at all: any error tells that
         names = []
     if not names:  # torch's own words ask to switch the check off

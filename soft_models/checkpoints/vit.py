@@ -153,7 +153,10 @@ def fit_pos_embed(table: Tensor, num_prefix: int, model: "MapVisionTransformer")
 
 def take_over_cfg(cfg: dict[str, Any], source: str, chosen: frozenset[str]) -> None:
     """Put the source's mean and std into ``cfg``, except for fields the caller has chosen."""
-    source_cfg = get_pretrained_cfg(source) or get_pretrained_cfg(source.split(".")[0]) if source else None
+    source_cfg = None
+    for name in dict.fromkeys((source, source.split(".")[0])):
+        with suppress(RuntimeError):  # a tag that timm does not know
+            source_cfg = source_cfg or get_pretrained_cfg(name)
     if source_cfg is not None:
         cfg.update({k: getattr(source_cfg, k) for k in ("mean", "std") if k not in chosen})
     elif not {"mean", "std"} <= chosen:

@@ -12,7 +12,7 @@ from timm.data.auto_augment import AugmentOp, posterize
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from soft_models.errors import UsageError, some_of
+from soft_models.errors import RunStopped, UsageError, some_of
 
 from .config import ModelConfig, TrainConfig
 from .images import asks_to_be_turned
@@ -93,7 +93,7 @@ class ImageReport:
     Args:
         source: The images.
         title: What to call the split.
-        num_classes: Of the model; other labels are refused.
+        num_classes: Of the model, if it tells; other labels stop the run.
     """
 
     def __init__(self, source: Source, title: str, num_classes: int | None) -> None:
@@ -106,11 +106,11 @@ class ImageReport:
         """Take note of a batch; an image that was skipped is named the first time.
 
         Raises:
-            UsageError: A label is none of the model's, where a dataset does not tell its classes beforehand.
+            RunStopped: A label is none of the model's, where a dataset does not tell its classes beforehand.
         """
         for item, label in zip(batch.indices, batch.targets.tolist(), strict=True):
             if self.num_classes is not None and not 0 <= label < self.num_classes:
-                raise UsageError(
+                raise RunStopped(
                     f"{self.source.name(item)} of {self.title} has label {label}, and the model {self.num_classes} "
                     "classes, from 0 on: give --num-classes, or a split with such labels"
                 )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from soft_models.commands.progress import Progress
-from soft_models.errors import RunStopped, UsageError
+from soft_models.errors import RunStopped
 
 from .augment import BatchTransform
 from .config import Metric
@@ -137,7 +137,7 @@ def _train_step(learner: Learner, setup: TrainSetup, position: Position, batch: 
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
-        raise UsageError(f"batch norm needs a larger --batch-size or --img-size to train: {error}") from None
+        raise RunStopped(f"batch norm needs a larger --batch-size or --img-size to train: {error}") from None
     if math.isfinite(loss):
         position.loss_sum += loss * len(images)
         position.samples += len(images)

@@ -7,14 +7,14 @@ from typing import Any
 import timm
 import torch
 from timm.data import resolve_data_config
-from timm.models import get_pretrained_cfg, is_model
+from timm.models import get_pretrained_cfg
 from torch import nn
 
 from soft_models.checkpoints import read_checkpoint
 from soft_models.checkpoints.convert import head_names
 from soft_models.checkpoints.extras import constructor_arguments, pretrained_settings
-from soft_models.errors import UsageError, some_of, suggestion
-from soft_models.registry import is_ours
+from soft_models.errors import UsageError, some_of
+from soft_models.registry import is_ours, require_model
 
 from .config import ModelConfig, TrainConfig, check_least
 from .weights import check_architecture, choose_weights, load_exactly
@@ -28,9 +28,8 @@ def check_model_name(name: str) -> None:
     Raises:
         UsageError: It does not.
     """
-    if not name.startswith(("hf-hub:", "hf_hub:", "local-dir:")) and not is_model(name):
-        hint = suggestion(name, timm.list_models()) or "; python -m soft_models lists ours, timm.list_models() all"
-        raise UsageError(f"unknown model {name!r}{hint}")
+    if not name.startswith(("hf-hub:", "hf_hub:", "local-dir:")):
+        require_model(name)
 
 
 def spatial_size(cfg: ModelConfig) -> tuple[int, int] | None:
@@ -84,8 +83,9 @@ def create_model(name: str, arguments: Mapping[str, Any], **more: Any) -> Any:
         )
     try:
         return timm.create_model(name, **arguments, **more)
-    except (TypeError, ValueError, RuntimeError, AssertionError, OSError) as error:
-        raise UsageError(f"cannot create {name}: {' '.join(str(error).split())}") from error
+    except (TypeError, ValueError, RuntimeError, AssertionError, ArithmeticError, OSError) as error:
+        reason = " ".join(str(error).split()) or f"timm's {type(error).__name__}, without a word"
+        raise UsageError(f"cannot create {name}: {reason}") from error
 
 
 def starting_arguments(cfg: TrainConfig, source: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -208,11 +208,16 @@ def input_config(
 
 
 @torch.no_grad()
-def check_input(model: nn.Module, input_size: Sequence[int]) -> None:
+def check_input(model: nn.Module, input_size: Sequence[int], flags: str = "--img-size, --input-size") -> None:
     """Try the model on one black image, so that a size it cannot take is refused before work starts.
 
+    Args:
+        model: The model.
+        input_size: Channels, height and width.
+        flags: What sets the size, for the message.
+
     Raises:
-        UsageError: It cannot take ``input_size``, channels, height and width, or its classifier scores tokens.
+        UsageError: It cannot take such an image, or its classifier scores tokens.
     """
     like = next(model.parameters())
     was_training = model.training
@@ -222,7 +227,7 @@ def check_input(model: nn.Module, input_size: Sequence[int]) -> None:
     except (ValueError, RuntimeError, AssertionError) as error:
         size = " x ".join(map(str, input_size))
         raise UsageError(
-            f"the model cannot take images of {size} (--img-size, --input-size): {' '.join(str(error).split())[:300]}"
+            f"the model cannot take images of {size} ({flags}): {' '.join(str(error).split())[:300]}"
         ) from None
     finally:
         model.train(was_training)

@@ -67,8 +67,8 @@ def build_run(plan: Plan, prepared: Prepared, folder: Path, stop: StopRequest) -
     batches = TrainBatches(
         len(samples), cfg.batch_size, cfg.seed, runtime.rank, runtime.world_size, repeats=cfg.aug_repeats
     )
-    num_classes = int(getattr(model, "num_classes", 0))
-    transform = build_train_transform(cfg, device, data_config, num_classes)
+    num_classes = getattr(model, "num_classes", None)
+    transform = build_train_transform(cfg, device, data_config, num_classes or 0)
     updates_per_epoch = batches.updates(cfg.grad_accum_steps)
     learner = build_learner(cfg, model, transform.mixup is not None, runtime, updates_per_epoch)
     saver = CheckpointSaver(folder, cfg.decreasing_metric, cfg.checkpoint_hist)

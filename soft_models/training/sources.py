@@ -14,7 +14,7 @@ from timm.data import create_dataset
 from soft_models.errors import UsageError, some_of
 
 from .config import DataConfig, TrainConfig, ValidateConfig
-from .folders import SPLITS, FolderScan, find_split, label_classes, label_images, read_class_map, scan_folder
+from .folders import SPLITS, SYNONYMS, FolderScan, find_split, label_classes, label_images, read_class_map, scan_folder
 from .images import read_image
 
 _logger = logging.getLogger(__name__)
@@ -23,6 +23,9 @@ _logger = logging.getLogger(__name__)
 # How timm tells datasets apart; others it takes for folders.
 NAMED = ("torch/", "hfds/")
 STREAMS = ("hfids/", "tfds/", "wds/")
+# Of those of torchvision: where timm takes the folder itself for want of a split, and all but "train" for the test set.
+TORCH_FOLDERS = ("folder", "image_folder")
+TRAIN_OR_TEST = ("cifar10", "cifar100", "fashion_mnist", "kmnist", "mnist", "qmnist")
 
 
 class Source(Protocol):
@@ -98,9 +101,12 @@ def open_train_splits(cfg: TrainConfig) -> tuple[Split, Split | None]:
     """
     _require_data(cfg)
     if cfg.dataset:
-        train = _open_named(cfg, cfg.train_split, is_training=True, known=None)
-        val = _open_named(cfg, cfg.val_split, is_training=False, known=train.classes) if cfg.val_split else None
-        return train, val
+        train = _open_named(cfg, cfg.train_split, "--train-split", known=None)
+        if not cfg.val_split:
+            return train, None
+        if any({cfg.train_split, cfg.val_split} <= {*names} for names in (*SYNONYMS, (cfg.train_split,))):
+            raise _not_validation(cfg)
+        return train, _open_named(cfg, cfg.val_split, "--val-split", known=train.classes)
     folder = find_split(cfg.data_dir, cfg.train_split, "--train-split")
     held_out = _find_val(cfg, folder)
     scan = scan_folder(folder)
@@ -124,8 +130,12 @@ def _find_val(cfg: TrainConfig, train_folder: Path) -> Path | None:
     except UsageError as error:
         raise UsageError(f"{error}, or train without validation: --val-split ''") from None
     if folder.samefile(train_folder):
-        raise UsageError(f"--val-split {cfg.val_split!r} is the training split; validation needs other images")
+        raise _not_validation(cfg)
     return folder
+
+
+def _not_validation(cfg: TrainConfig) -> UsageError:
+    return UsageError(f"--val-split {cfg.val_split!r} is the training split; validation needs other images")
 
 
 def open_eval_split(cfg: ValidateConfig, classes: Sequence[str] | None) -> Split:
@@ -136,7 +146,7 @@ def open_eval_split(cfg: ValidateConfig, classes: Sequence[str] | None) -> Split
     """
     _require_data(cfg)
     if cfg.dataset:
-        return _open_named(cfg, cfg.split, is_training=False, known=classes)
+        return _open_named(cfg, cfg.split, "--split", known=classes)
     scan = scan_folder(_eval_folder(cfg))
     if cfg.class_map:
         classes = read_class_map(cfg.class_map)
@@ -163,18 +173,22 @@ def _folder_split(scan: FolderScan, classes: Sequence[str]) -> Split:
     return Split(str(scan.root), FolderSource(label_images(scan, classes)), tuple(classes))
 
 
-def _open_named(cfg: DataConfig, split: str, is_training: bool, known: Sequence[str] | None) -> Split:
-    """A named dataset's split, labelled by the class map, else by ``known``, else as it is."""
+def _open_named(cfg: DataConfig, split: str, flag: str, known: Sequence[str] | None) -> Split:
+    """A named dataset's split, which ``flag`` names, labelled by the class map, else by ``known``, else as it is."""
     if cfg.dataset.lower().startswith(STREAMS):
         raise UsageError(f"dataset {cfg.dataset!r} is a stream, which cannot be resumed exactly; use folders or hfds/")
     if not cfg.dataset.lower().startswith(NAMED):
         raise UsageError(
             f"--dataset must start with {' or '.join(NAMED)}, got {cfg.dataset!r}; leave it out for folders"
         )
+    kind = cfg.dataset.lower().removeprefix("torch/")
+    if kind in TORCH_FOLDERS:
+        find_split(cfg.data_dir, split, flag)
+    if kind in TRAIN_OR_TEST and split not in SPLITS:
+        raise UsageError(f"{flag} of {cfg.dataset} must be one of {', '.join(SPLITS)}, got {split!r}")
     try:
         dataset = create_dataset(
-            cfg.dataset, root=cfg.data_dir or None, split=split, is_training=is_training,
-            download=cfg.dataset_download,
+            cfg.dataset, root=cfg.data_dir or None, split=split, download=cfg.dataset_download
         )  # fmt: skip
     except (OSError, RuntimeError, ValueError, AssertionError, ImportError) as error:
         raise UsageError(f"cannot open dataset {cfg.dataset!r}, split {split!r}: {error}") from None
